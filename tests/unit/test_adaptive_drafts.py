@@ -1,85 +1,40 @@
 """The adaptive draft policy against worlds whose costs and acceptance are known: it comes close to the best fixed number.
 
-A world is a clock: each step takes what its windows and its drafts cost, and accepts drafts by chance, with a seed. Nothing here
-measures time.
+Each step of a world takes what its windows and its drafts cost, and accepts drafts by chance, with a seed. Nothing here measures
+time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from polydraft.contracts.base import Limits
-from polydraft.host.adaptive_drafts import ENOUGH, EVERY, SELDOM, AdaptiveDrafts, StepTimes
+from polydraft.host.adaptive_drafts import EVERY, SETTLING, TRIAL, StepTimes, hoped
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
 from polydraft.host.slots import SlotTable
 from tests.support.depth import crossed
+from tests.support.simulated_steps import Cost, Step, World
 
 GOOD, POOR = (0.8, 0.75, 0.75, 0.7, 0.7), (0.5, 0.4, 0.25, 0.2, 0.2)
-Cost = Callable[[int, int], float]
 COSTS: dict[str, Cost] = {
-    "weights": lambda rows, k: 5.0 + 0.4 * k + 0.02 * rows,
-    "rows": lambda rows, k: 2.0 + 0.3 * k + 0.5 * rows,
-    "experts": lambda rows, k: 2.0 + 6.0 * (1.0 - float(np.exp(-rows / 12.0))) + 0.4 * k,
+    "weights": lambda step: 5.0 + 0.4 * step.drafts + 0.02 * step.rows,
+    "rows": lambda step: 2.0 + 0.3 * step.drafts + 0.5 * step.rows,
+    "experts": lambda step: 2.0 + 6.0 * (1.0 - float(np.exp(-step.rows / 12.0))) + 0.4 * step.drafts,
 }
 """What a step takes that verifies so many rows and makes k drafts: a device that mostly reads weights, one that computes,
 and experts, of which more rows read more."""
 
 
-class World:
-    """Serves `size` slots that decode for ever. `chances(slots)` is [n, K] or [K]; `noise` the spread of step times; without
-    `limiting` all drafts are verified, whatever the policy says."""
-
-    def __init__(self, size: int, cost: Cost, chances: Callable[[Any], Any], *, most: int = 5, noise: float = 0.0) -> None:
-        self.limits = Limits(size, most, 64, 64, 20_000, 16, 64, 4, 1, 100)
-        self.slots = SlotTable(self.limits)
-        self.slots.epoch[:] = 1
-        self.cost, self.chances, self.noise = cost, chances, noise
-        self.now, self.tokens, self.window, self.spared = 0.0, 0, 1, 0
-        self.limiting, self._windows = True, None
-        self.chosen: list[int] = []
-        self._rng = np.random.default_rng(7)
-
-    def step(self, policy: DraftPolicy, count: int, *, has_prefill: bool = False) -> int:
-        """One step of the first `count` slots."""
-        slots = np.arange(count)
-        made = policy.choose(DraftView(self.slots, slots, has_prefill))
-        rows = np.minimum(self.window, self.slots.window[slots])
-        if self._windows is not None:
-            rows = self._windows.limit(rows, self.slots, slots)
-        self._windows = getattr(policy, "windows", None) if self.limiting else None  # of the next step, as the scheduler has it
-        self.now += self.cost(int(rows.sum()), made) * (1.0 + self.noise * abs(self._rng.standard_normal()))
-        verified = rows - 1
-        self.spared += count * self.window - int(rows.sum())
-        chances = np.broadcast_to(self.chances(slots), (count, self.limits.num_drafts))
-        drawn = (self._rng.random(chances.shape) < chances) & (np.arange(chances.shape[1]) < verified[:, None])
-        accepted = drawn.cumprod(axis=1).sum(axis=1)
-        at = self.slots.num_rounds[slots]
-        self.slots.rounds[slots, at], self.slots.round_drafts[slots, at] = accepted, verified
-        self.slots.num_rounds[slots] += 1
-        self.tokens += count + int(accepted.sum())
-        self.window = made + 1
-        self.chosen.append(made)
-        return made
-
-    def run(self, policy: DraftPolicy, count: int, steps: int) -> float:
-        """Tokens a millisecond."""
-        for _ in range(steps):
-            self.step(policy, count)
-        return self.tokens / self.now
-
-    def adaptive(self) -> AdaptiveDrafts:
-        return AdaptiveDrafts(self.limits, clock=lambda: self.now)
-
-
-def rates(size: int, cost: Cost, chances: Any, *, steps: int = 800, noise: float = 0.0) -> tuple[float, dict[int, float]]:
+def rates(size: int, cost: Cost, chances: Any, *, steps: int = 1500, noise: float = 0.0) -> tuple[float, dict[int, float]]:
     """Of the adaptive policy, and of every fixed number that it may choose."""
 
     def world() -> World:
-        return World(size, cost, lambda slots: np.array(chances), noise=noise)
+        return World(size, cost, lambda world, slots: np.array(chances), noise=noise)
 
     chosen = world()
     policy = chosen.adaptive()
@@ -89,33 +44,30 @@ def rates(size: int, cost: Cost, chances: Any, *, steps: int = 800, noise: float
 @pytest.mark.parametrize(("cost", "chances", "size", "noise"), crossed(4, COSTS, [GOOD, POOR], [1, 8, 32], [0.0, 0.2]), ids=str)
 def test_it_comes_close_to_the_best_fixed_number(cost: str, chances: Any, size: int, noise: float) -> None:
     adaptive, fixed = rates(size, COSTS[cost], chances, noise=noise)
-    assert adaptive > 0.95 * max(fixed.values()), (adaptive, fixed)
+    assert adaptive > 0.97 * max(fixed.values()), (adaptive, fixed)
 
 
 def test_no_drafts_where_none_pay_and_drafts_again_when_they_do() -> None:
-    world = World(8, COSTS["rows"], lambda slots: np.array(POOR if world.now < 4000.0 else [0.99] * 5))
+    world = World(8, COSTS["rows"], lambda world, slots: np.array(POOR if world.now < 4000.0 else [0.99] * 5))
     policy = world.adaptive()
     while world.now < 4000.0:
         world.step(policy, 8)
     assert world.chosen[-EVERY:].count(0) > EVERY / 2
-    for _ in range(4 * SELDOM):
+    for _ in range(2000):
         world.step(policy, 8)
     assert min(world.chosen[-2 * EVERY :]) > 0, "it noticed, since it tries the others now and then"
 
 
 def test_times_of_steps_with_prompts_are_not_those_of_decoding() -> None:
-    world = World(4, COSTS["weights"], lambda slots: np.array(GOOD))
+    world = World(4, lambda step: COSTS["weights"](step) + 500.0 * step.has_prefill, lambda world, slots: np.array(GOOD))
     policy = world.adaptive()
     for i in range(400):
-        prompt = i % 7 == 0
-        world.step(policy, 4, has_prefill=prompt)
-        world.now += 500.0 * prompt
-    known = policy.times.seconds[~np.isnan(policy.times.seconds)]
-    assert known.max() < 10.0
+        world.step(policy, 4, has_prefill=i % 7 == 0)
+    assert policy.times.mean[:, :-1].max() < 10.0
 
 
 def test_a_step_without_requests_that_decode_keeps_the_number() -> None:
-    world = World(4, COSTS["weights"], lambda slots: np.array(GOOD))
+    world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD))
     policy = world.adaptive()
     before = policy.choose(DraftView(world.slots, np.arange(0), True))
     assert before == 3
@@ -124,7 +76,7 @@ def test_a_step_without_requests_that_decode_keeps_the_number() -> None:
 
 
 def test_requests_that_want_no_drafts_make_none() -> None:
-    world = World(4, COSTS["weights"], lambda slots: np.array(GOOD))
+    world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD))
     world.slots.window[:] = 1
     policy = world.adaptive()
     world.run(policy, 4, 300)
@@ -133,7 +85,7 @@ def test_requests_that_want_no_drafts_make_none() -> None:
 
 def test_acceptance_is_that_of_each_request_and_place() -> None:
     rows = np.array([[0.9, 0.8, 0.7, 0.6, 0.5], [0.2, 0.1, 0.1, 0.1, 0.1]])
-    world = World(2, COSTS["weights"], lambda slots: rows[slots])
+    world = World(2, COSTS["weights"], lambda world, slots: rows[slots])
     policy = world.adaptive()
     world.run(Always(5), 2, 400)
     for end in range(EVERY, 401, EVERY):  # as the policy looks: now and then, at the rounds since
@@ -146,7 +98,7 @@ def test_acceptance_is_that_of_each_request_and_place() -> None:
 
 
 def test_a_new_request_in_a_slot_begins_anew() -> None:
-    world = World(2, COSTS["weights"], lambda slots: np.array([[1.0] * 5, [0.0] * 5])[slots])
+    world = World(2, COSTS["weights"], lambda world, slots: np.array([[1.0] * 5, [0.0] * 5])[slots])
     policy = world.adaptive()
     world.run(policy, 2, 100)
     everyone = policy.acceptance.of_all()
@@ -157,32 +109,136 @@ def test_a_new_request_in_a_slot_begins_anew() -> None:
     assert policy.acceptance.of(np.array([1]))[:, 0] == pytest.approx(everyone, abs=0.02)
 
 
-def estimated(times: StepTimes, bucket: int) -> tuple[Any, Any]:
-    found = times.estimate(bucket)
-    assert found is not None
-    return found
+# -- times ------------------------------------------------------------------------------------------------------------------
+BUCKETS, RUNGS = (1, 2, 4, 8), (0, 1, 3)
 
 
-def test_times_of_a_bucket_move_together_once_they_are_known() -> None:
-    times = StepTimes((1, 2), (0, 1, 3))
-    assert times.estimate(0) is None
-    times.measured(0, 0, 2.0, 4)
-    assert times.estimate(0) is None, "nobody knows how it grows with the number of drafts"
-    times.measured(0, 2, 8.0, ENOUGH)
-    seconds, sure = estimated(times, 0)
-    assert list(seconds) == [2.0, 4.0, 8.0]
-    assert sure[0] == sure[2] == 1.0 > sure[1]
-    times.measured(0, 2, 16.0, 3)  # the machine became slower
-    assert times.seconds[0].tolist()[::2] == [4.0, 16.0]
-    assert times.estimate(1) is None, "nothing was measured there"
-    times.measured(1, 0, 6.0, 3)
-    seconds, sure = estimated(times, 1)
-    assert list(seconds) == [6.0, 12.0, 24.0]
-    assert sure[1] < 0.9
+def apart(times: StepTimes, bucket: int, now: int) -> Any:
+    """How far the logarithm of each rung's time may be off, measured from that of rung 0."""
+    mean, cov = times.belief(bucket, now)
+    slopes = np.eye(3, 4) / mean[:3, None]
+    slopes -= slopes[0]
+    return np.sqrt((slopes @ cov * slopes).sum(axis=1))
+
+
+def test_rungs_move_together_once_they_are_known() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    times.measured(0, 2, [8.0] * 9, 10)
+    assert times.mean[0, :3] == pytest.approx([8.0 / 1.9, 8.0 * 1.3 / 1.9, 8.0]), "the first one says how slow the machine is"
+    assert apart(times, 0, 10)[2] > 0.2, "and nothing about how it grows with the number of drafts"
+    times.measured(0, 0, [2.0] * 9, 20)
+    assert times.mean[0, :3] == pytest.approx([2.0, 4.0, 8.0], rel=0.2)
+    assert apart(times, 0, 20)[2] < 0.1
+    for step in range(12):
+        times.measured(0, 2, [8.0 + step] * 9, 30 + 10 * step)  # the machine becomes slower
+    assert times.mean[0, :3] == pytest.approx([19.0 / 4.0, 19.0 / 2.0, 19.0], rel=0.2)
+
+
+def test_buckets_are_like_their_neighbours_but_for_the_level() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    for now, rung, seconds in ((10, 2, 8.0), (20, 0, 2.0), (30, 1, 4.0)):
+        times.measured(0, rung, [seconds] * 9, now)
+    near, far = apart(times, 1, 30), apart(times, 3, 30)
+    assert (apart(times, 0, 30)[1:] < near[1:]).all()
+    assert (near[1:] < far[1:]).all()
+    times.measured(1, 0, [6.0] * 9, 40)
+    assert times.mean[1, :3] == pytest.approx([6.0, 12.0, 24.0], rel=0.1)
+
+
+def test_what_nobody_measures_grows_uncertain_and_stays_above_nothing() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    times.measured(0, 2, [8.0] * 9, 10)
+    times.measured(0, 0, [2.0] * 9, 20)
+    assert apart(times, 0, 20)[2] < apart(times, 0, 120)[2] < apart(times, 0, 5_000)[2] < 0.6
+    times.measured(0, 1, [7.9] * 9, 5_010)
+    times.measured(0, 2, [80.0] * 9, 5_020)
+    assert times.mean[:, :-1].min() >= 0.0
+    assert times.mean[0, 0] >= 0.1 * 80.0 - 1e-9
+
+
+def test_noise_and_unrest_are_those_of_the_machine() -> None:
+    rng = np.random.default_rng(3)
+    found = []
+    for noise, drift in ((0.001, 0.0), (0.1, 0.0), (0.01, 0.02)):
+        times, level = StepTimes(BUCKETS, RUNGS), 1.0
+        for now in range(16, 1600, 16):
+            level *= float(np.exp(4.0 * drift * rng.standard_normal()))
+            times.measured(0, 2, [level * float(np.exp(noise * rng.standard_normal())) for _ in range(16)], now)
+        found.append((times.noise, times.unrest**0.5))
+    (quiet, still), (loud, calm), (_, wild) = found
+    assert quiet < 0.003
+    assert loud == pytest.approx(0.1, rel=0.3)
+    assert max(still, calm) < 0.01 < wild < 0.04
+
+
+def test_rows_cost_what_steps_without_them_save() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    for now, rung, seconds in ((10, 2, 8.0), (20, 0, 2.0), (30, 2, 8.0)):
+        times.measured(0, rung, [seconds] * 9, now)
+    assert times.part(times.mean[0]) == pytest.approx(0.5, abs=0.1)
+    for now in range(40, 200, 10):
+        times.measured(0, 2, [8.0] * 9, now, spared=0.5)
+    assert times.part(times.mean[0]) < 0.1, "a replay at full size"
+    assert times.belief(1, 200)[0][-1] < 0.1, "as it will be for other numbers of requests"
+    assert times.steps[0, 2] == 18
+    assert times.limited_steps[0] == 16 * 9
+
+
+def test_hope_is_what_is_above_nothing() -> None:
+    draws = np.random.default_rng(1).standard_normal(200_000)
+    for mean, spread in ((0.0, 1.0), (-0.05, 0.02), (0.03, 0.1)):
+        assert hoped(mean, spread**2) == pytest.approx(np.maximum(mean + spread * draws, 0.0).mean(), rel=0.1, abs=1e-5)
+
+
+# -- trials -----------------------------------------------------------------------------------------------------------------
+def test_trials_are_few_where_nothing_changes() -> None:
+    world = World(8, COSTS["rows"], lambda world, slots: np.array(GOOD), noise=0.1, drift=0.02)
+    policy = world.adaptive()
+    world.run(policy, 8, 3000)
+    best = max(policy.rungs, key=world.chosen.count)
+    late = world.chosen[1000:]
+    assert late.count(best) > 0.95 * len(late)
+    assert 5 in world.chosen, "nobody knew"
+    assert 5 not in late, "it costs twice as much for what it brings"
+
+
+def test_a_bucket_beside_a_known_one_needs_hardly_a_trial() -> None:
+    world = World(64, COSTS["weights"], lambda world, slots: np.array(POOR), noise=0.05)
+    policy = world.adaptive()
+    world.run(policy, 64, 800)
+    changes = []
+    for count in (56, 48, 40):
+        before = len(world.chosen)
+        world.run(policy, count, 100)
+        changes.append(int((np.diff(world.chosen[before:]) != 0).sum()))
+    assert max(changes) <= 4, "at most two trials, there and back"
+
+
+def test_a_trial_times_three_of_its_five_steps() -> None:
+    world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD), late=1)
+    policy = world.adaptive()
+    while len(set(world.chosen)) < 2:
+        world.step(policy, 4)
+    tried = policy.rungs.index(world.chosen[-1])
+    world.run(policy, 4, TRIAL)
+    assert policy.times.steps[policy.times.buckets.index(4), tried] == TRIAL - SETTLING
+    exact = COSTS["weights"](Step(4, world.chosen[-2] + 1, 4 * (world.chosen[-2] + 1), world.chosen[-2], False))
+    assert policy.times.mean[policy.times.buckets.index(4), tried] == pytest.approx(exact, rel=0.05), "none of those between"
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_decisions_become_seldom(size: int) -> None:
+    world = World(size, COSTS["weights"], lambda world, slots: np.array(GOOD), noise=0.03)
+    policy = world.adaptive()
+    with mock.patch.object(policy, "_decide", wraps=policy._decide) as decided:
+        world.run(policy, size, 1000)
+        first = decided.call_count
+        world.run(policy, size, 4000)
+    assert decided.call_count - first < 4000 / 40
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------------
-def unlike(slots: Any) -> Any:
+def unlike(world: World, slots: Any) -> Any:
     """Drafts of every other request are hardly ever right."""
     return np.where((slots % 2 == 0)[:, None], np.array([0.9, 0.9, 0.9, 0.85, 0.85]), np.array([0.2, 0.15, 0.1, 0.1, 0.1]))
 
@@ -193,17 +249,17 @@ def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None
     policy = world.adaptive()
     adaptive = world.run(policy, 32, 1500)
     fixed = max(World(32, COSTS["weights"], unlike, noise=noise).run(Always(k), 32, 1500) for k in policy.rungs)
-    assert adaptive > 1.05 * fixed
+    assert adaptive > (1.03 if noise else 1.05) * fixed
     assert policy.windows is not None
     assert policy.windows.rows[::2].mean() > 2.0 * policy.windows.rows[1:32:2].mean()
     report = policy.report()
     assert 0 < report["limited_steps"] < 1500
-    assert noise or report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.01), "as the world has it"
+    assert report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.2 if noise else 0.05), "as the world has it"
 
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
-    world = World(size, lambda rows, k: 5.0 + 0.4 * k, unlike)
+    world = World(size, lambda step: 5.0 + 0.4 * step.drafts, unlike)
     policy = world.adaptive()
     world.run(policy, size, 1500)
     assert policy.windows is None
@@ -211,7 +267,7 @@ def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
 
 
 def test_a_request_that_was_limited_is_tried_again() -> None:
-    world = World(32, COSTS["weights"], lambda slots: unlike(slots if world.now < 9000.0 else 0 * slots))
+    world = World(32, COSTS["weights"], lambda world, slots: unlike(world, slots if world.now < 9000.0 else 0 * slots))
     policy = world.adaptive()
     while world.now < 9000.0:
         world.step(policy, 32)
@@ -236,7 +292,7 @@ def test_windows_are_of_the_requests_that_they_were_made_for() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_it_is_a_policy_for_any_number(most: int) -> None:
-    world = World(3, COSTS["weights"], lambda slots: np.full(most, 0.9), most=most)
+    world = World(3, COSTS["weights"], lambda world, slots: np.full(most, 0.9), most=most)
     policy = world.adaptive()
     assert check_policy(policy, world.limits) is policy
     world.run(policy, 3, 300)
@@ -245,7 +301,7 @@ def test_it_is_a_policy_for_any_number(most: int) -> None:
 
 
 def test_what_it_measured_can_be_told() -> None:
-    world = World(4, COSTS["weights"], lambda slots: np.array(GOOD))
+    world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD))
     policy = world.adaptive()
     assert policy.report()["step_ms"] == {}
     world.run(policy, 4, 200)
@@ -253,3 +309,51 @@ def test_what_it_measured_can_be_told() -> None:
     assert set(report["step_ms"]) == {"4"}
     assert len(report["acceptance"]) == 5
     assert report["acceptance"][0] == pytest.approx(0.8, abs=0.1)
+
+
+# -- batches that change ----------------------------------------------------------------------------------------------------
+def falling(world: World, slots: Any) -> Any:
+    """Drafts of every other request are seldom right from its 128th token on."""
+    fallen = (slots % 2 == 1) & (world.done[slots] >= 128)
+    return np.where(fallen[:, None], 0.3, np.array([0.8, 0.75, 0.75, 0.75, 0.75]))
+
+
+def drained(policy_of: Callable[[World], DraftPolicy], cost: Cost, *, noise: float = 0.03) -> float:
+    """Tokens a millisecond of a batch whose requests end one after the other, behind one that taught what steps cost."""
+    world = World(64, cost, falling, lengths=64 + 16 * np.arange(64), noise=noise, late=1)
+    policy = policy_of(world)
+    world.drain(policy)
+    world.begin(64 + 16 * np.arange(64))
+    return world.drain(policy)
+
+
+def fixed_at(num_drafts: int) -> Callable[[World], DraftPolicy]:
+    return lambda world: Always(num_drafts)
+
+
+def test_a_batch_that_drains_is_faster_than_with_any_fixed_number() -> None:
+    adaptive = drained(World.adaptive, COSTS["experts"])
+    fixed = [drained(fixed_at(k), COSTS["experts"]) for k in (0, 1, 3, 5)]
+    assert adaptive > 1.01 * max(fixed)
+
+
+def test_requests_that_are_slow_are_not_left_behind() -> None:
+    """The sum of tokens would be largest with three drafts, which help every other request alone."""
+    chances = np.array([[0.97] * 5, [0.02] * 5])
+    world = World(2, lambda step: 3.0 + step.drafts, lambda world, slots: chances[slots])
+    policy = world.adaptive()
+    world.run(policy, 2, 1500)
+    assert max(world.chosen[-200:], key=world.chosen[-200:].count) <= 1
+
+
+def test_requests_count_by_what_they_still_write() -> None:
+    def most(long: int) -> int:
+        chances = np.array([[0.97] * 5, [0.02] * 5])
+        world = World(2, lambda step: 3.0 + 0.7 * step.drafts, lambda world, slots: chances[slots])
+        policy = world.adaptive()
+        world.slots.max_total[1 - long] = 0
+        world.run(policy, 2, 1000)
+        return max(set(world.chosen[-200:]), key=world.chosen[-200:].count)
+
+    assert most(long=0) == 5
+    assert most(long=1) == 0

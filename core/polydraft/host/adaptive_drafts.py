@@ -1,28 +1,37 @@
-"""The draft policy behind `--draft-tokens auto:K`: as many drafts as give most tokens a second, from what is measured in the run.
+"""The draft policy behind `--draft-tokens auto:K`: as many drafts as bring requests forward fastest, as measured in the run.
 
 Two things decide how many drafts pay: what a step costs with them, and how many of them the target accepts. Both are learned
 while requests are served. A step that verifies k drafts and makes k new ones is timed from one plan to the next, by rung and by
 bucket of decoding requests, as soon as the steps before it were of the same kind; acceptance is counted by request and by place
-in the window, and forgotten slowly. Every `EVERY` steps, and where requests came or went, the policy takes the rung with the
-most expected tokens a second. A rung whose time nobody knows is tried for a few steps where it might be the best one, and the
-best of the others now and then, since times and texts change.
+in the window, and forgotten slowly. Decisions are seldom, and seldomer while nothing follows from them.
+
+What is maximised is the pace of the requests, their tokens a second in the geometric mean, weighted by what each may still
+write. Where requests are alike, that makes most tokens a second. Where they are not, it does so in the long run: a request that
+is slow holds its slot the longer, so that a token of it is worth the more. The plain sum of all tokens would let those run ahead
+whose drafts are right anyway, and leave the others for the end.
+
+Times are beliefs with a spread (`StepTimes`): rungs and buckets are alike, as far as they are neighbours, and what nobody
+measures grows uncertain. A rung is tried for a few steps where what that may bring, by its spread, is more than what the trial
+costs: the knowledge gradient (Frazier, Powell and Dayanik, 2008, doi:10.1137/070693424). So there are many trials while nothing
+is known, few later, and hardly one of a rung that is far behind.
 
 Requests are told apart: a draft whose chance, times those before it, is worth less than the row that verifies it is not verified
-(`windows`). What a row costs is measured too, as the time that a step saves without some: where that is nothing, as in steps that
-are bound by weights or replayed at full size, nobody is limited.
+(`windows`). What a row costs belongs to the beliefs: where that is nothing, as in steps that are bound by weights or replayed at
+full size, nobody is limited.
 
-The goodput that is maximised is that of SmartSpec (Liu et al., 2024, arXiv:2406.14066); the measured times in place of a model of
-the machine, and acceptance by request and place, are this module's. Nothing here touches the device, and no text depends on it.
+That measured times and acceptance choose the number is the goodput of SmartSpec (Liu et al., 2024, arXiv:2406.14066). Nothing
+here touches the device, and no text depends on it.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,121 +41,161 @@ from polydraft.host.draft_policy import DraftView, Windows, ladder
 from polydraft.host.slots import SlotTable
 from polydraft.step.graphs import default_buckets
 
-EVERY = 16
-"""Steps from one decision to the next: what a decision costs is then small beside what it is about."""
-MANY = 16
-"""Requests from which on a decision that changes nothing holds twice as long: it costs more then, and is seldom another."""
+EVERY, SELDOM = 16, 128
+"""Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most."""
+LOOK, MANY = 32, 1024
+"""Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
 """Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
-TRIAL = 6
+TRIAL = 5
 """Steps for which a rung is tried, those that settle included."""
-TRY_AGAIN, SELDOM = 64, 512
-"""Steps after which the best of the other rungs is tried again: twice as many each time that nothing follows from it."""
-ENOUGH = 16
-"""Timed steps after which the time of a rung is trusted, and a change of it believed to be a change of all."""
-GAIN = 0.02
-"""By how much more tokens a second another rung must promise: no change is free."""
+CHANGE = 0.7
+"""Steps that a change of the rung costs: the first one verifies the drafts of before, and its time is that of the larger rung."""
+STAY = 96, 256
+"""Steps for which what a trial shows is useful, at least and at most; between them, as many as the bucket has seen so far."""
+GAIN = 0.015
+"""By how much more pace another rung must promise, and windows: no change is free."""
 FIRST = 3
 """Drafts of the first steps at most, when nothing is known."""
-SLOPE_FROM = 1
-"""Drafts of the steps that are tried next, so that two points are known: they are seldom far from the best."""
-DOUBT = 0.8
-"""The part of its estimated time that a rung might take, for each doubling of the batch between it and what was measured."""
-LEAST_AWAY = 0.35
-"""Doublings that a rung of the very same bucket counts for."""
+FAR = 512
+"""Tokens still to write for which a request counts at most: ends that are further away are seldom reached."""
 FORGET, FORGET_ALL = 0.95, 0.9995
 """What is left of a round's evidence after the next round: of its request, and of all requests."""
 FORGET_IDLE = 0.99
 """What is left of a request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
-ROW_SHARE = 0.9
-"""The part of what a draft costs that its row is hoped to cost, until that is measured."""
-PRIOR, PRIOR_CHANCE = 4.0, 0.7
+PRIOR, PRIOR_CHANCE = 8.0, 0.7
 """Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
+
+# Spreads of the beliefs about times, in times of a step without drafts, but for those of rows.
+SLOPE, SLOPES = 0.3, 0.3
+"""What a draft costs, and how far off that may be."""
+CURVED, ROUGH = 0.1, 0.03
+"""How far a rung may be off that line, together with its neighbours, and alone."""
+SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY = 0.08, 0.05, 0.03
+"""How much further in a bucket that is a doubling away."""
+SLOPES_STALE, ROUGH_STALE = 0.0015, 0.001
+"""How much further after each step, and after `STAY` of them at most."""
+ROWS, ROWS_SPREAD, ROWS_AWAY, ROWS_STALE = 0.5, 0.4, 0.1, 0.001
+"""The part of a draft's cost that is the row which verifies it, and the spreads of that."""
+UNSEEN = 0.004
+"""Spread of the pace of a rung, as a part of it, after each step that verified fewer drafts: texts change."""
+UNREST, NOISE = 0.02, 0.1
+"""Change of the times of all rungs from one step to the next, and the spread of one step's time, until both are known."""
 
 
 class StepTimes:
-    """Seconds of a step by bucket of decoding requests and by rung.
+    """Beliefs about the seconds of a step, by bucket of decoding requests: its time at each rung, and which part of the cost of
+    drafts is that of the rows that verify them. All are normal together, so that a measurement also moves what it was not about,
+    as far as that is alike (a Kalman filter).
 
-    Within a bucket the rung that runs is always up to date. What changes its time (longer texts, a slower clock, more requests of
-    the bucket) changes the others', too, so they are moved along, until they are measured again."""
+    `mean` is [buckets, rungs + 1] and `cov` [buckets, rungs + 1, rungs + 1], the part of rows last; they mean something where a
+    bucket is `known` [buckets]."""
 
     def __init__(self, buckets: tuple[int, ...], rungs: tuple[int, ...]) -> None:
         self.buckets, self.rungs = buckets, rungs
-        self.seconds = np.full((len(buckets), len(rungs)), np.nan)
-        """[bucket, rung], NaN where nothing was measured."""
-        self.row_seconds = np.full(len(buckets), np.nan)
-        """[bucket]: what a row less saves, NaN where that was not measured."""
-        self._steps = np.zeros((len(buckets), len(rungs)))
-        """Behind each of them, as far as they count."""
-        self._last: tuple[int, int, bool] | None = None
-        self._estimates: dict[int, tuple[Array, Array]] = {}
-        """What `estimate` has answered, by bucket, until a time changes beside the others."""
+        n = len(rungs)
+        self.mean, self.cov = np.zeros((len(buckets), n + 1)), np.zeros((len(buckets), n + 1, n + 1))
+        self.known = np.zeros(len(buckets), bool)
+        self.steps, self.limited_steps = np.zeros((len(buckets), n), np.int64), np.zeros(len(buckets), np.int64)
+        """[buckets, rungs]: steps that were timed with all their rows; [buckets]: those with fewer."""
+        self.noise, self.unrest = NOISE, UNREST**2
+        """Spread of one step's time, and variance that each step adds to the level of all, both as parts of a step's time."""
+        self._at = np.zeros(len(buckets), np.int64)
+        """[buckets]: the step that each belief is of."""
+        self._last = -1, -1, 0
+        """Bucket, rung and step of the last measurement."""
+        self._timed, self._repeats = 16, 3
+        """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
+        self._level = np.append(np.ones(n), 0.0)
+        self._first = np.append(1.0 + SLOPE * np.array(rungs), ROWS), self._spread(SLOPES, CURVED, ROUGH, ROWS_SPREAD)
+        self._away = self._spread(SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, ROWS_AWAY)
+        self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, ROWS_STALE)
 
-    def measured(self, bucket: int, rung: int, seconds: float, steps: int, spared: float = 0.0) -> None:
-        """So many steps of this bucket and rung, both by index, took so long each; windows had `spared` rows less than all."""
-        if spared:
-            self._measured_less(bucket, rung, seconds, spared)
-            return
-        row, cell, known = self.seconds[bucket], (bucket, rung, False), self._steps[bucket, rung]
-        if cell == self._last and known >= ENOUGH:
-            self._move(bucket, seconds / float(row[rung]))
-            return
-        self._estimates.clear()
-        known = known if cell == self._last else min(known, ENOUGH / 2)
-        row[rung] = (row[rung] * known + seconds * steps) / (known + steps) if known else seconds
-        self._steps[bucket, rung], self._last = known + steps, cell
+    def _spread(self, slopes: float, curved: float, rough: float, rows: float) -> Array:
+        n, k = len(self.rungs), np.array(self.rungs, np.float64)
+        cov = np.zeros((n + 1, n + 1))
+        cov[:n, :n] = slopes**2 * np.outer(k, k) + curved**2 * np.exp(-(((k[:, None] - k) / 2.0) ** 2)) + rough**2 * np.eye(n)
+        cov[n, n] = rows**2
+        return cov
 
-    def _measured_less(self, bucket: int, rung: int, seconds: float, spared: float) -> None:
-        """Beside the time of all rows, just before: what one row costs. While such steps run on: that all has become slower."""
-        full, each, cell = self.seconds[bucket, rung], self.row_seconds[bucket], (bucket, rung, True)
-        if np.isnan(full):
-            return
-        if cell == self._last and not np.isnan(each):
-            self._move(bucket, seconds / max(float(full - spared * each), 0.1 * float(full)))
+    def belief(self, bucket: int, now: int) -> tuple[Array, Array]:
+        """Mean [rungs + 1] and covariance [rungs + 1, rungs + 1] of a bucket at step `now`. One that was never measured is taken
+        to be like the nearest one that was; its level is anything."""
+        mean, cov, passed = self.mean[bucket], self.cov[bucket], now - int(self._at[bucket])
+        self._at[bucket] = now
+        if self.known[bucket]:
+            if passed:
+                self._widen(mean, cov, min(passed, STAY[1]) * self._stale)
+                level = mean * self._level
+                cov += min(passed, STAY[1]) * self.unrest * np.multiply.outer(level, level)
+        elif self.known.any():
+            away = np.abs(np.log2(self.buckets) - math.log2(self.buckets[bucket]))
+            nearest = int(np.where(self.known, away, np.inf).argmin())
+            mean[:], cov[:] = self.mean[nearest], self.cov[nearest]
+            self._widen(mean, cov, float(away[nearest]) * self._away)
         else:
-            found = max(full - seconds, 0.0) / spared
-            self.row_seconds[bucket] = found if np.isnan(each) else (each + found) / 2.0
-        self._last = cell
+            mean[:], cov[:] = self._first
+        return mean, cov
 
-    def _move(self, bucket: int, factor: float) -> None:
-        """All times of a bucket have become longer by this factor."""
-        self.seconds[bucket] *= factor
-        self.row_seconds[bucket] *= factor
-        if bucket in self._estimates:
-            seconds, sure = self._estimates[bucket]
-            self._estimates[bucket] = seconds * factor, sure
+    def _widen(self, mean: Array, cov: Array, by: Array) -> None:
+        """Add a spread that is in times of a step without drafts."""
+        unit = mean[0] * self._level
+        unit[-1] = 1.0
+        cov += by * np.multiply.outer(unit, unit)
 
-    def estimate(self, bucket: int) -> tuple[Array, Array] | None:
-        """[rungs] float64: seconds of a step by rung, measured or estimated; and the part of it that it might take instead, 1
-        where it was measured. None where not even two rungs of one bucket are known, or nothing is of this one."""
-        if bucket in self._estimates:
-            return self._estimates[bucket]
-        row, sure = self.seconds[bucket].copy(), np.ones(len(self.rungs))
-        here = ~np.isnan(row)
-        if here.all():
-            return row, sure
-        known = (~np.isnan(self.seconds)).sum(axis=1) > 1
-        if not here.any() or not known.any():
-            return None
-        away = np.abs(np.log2(self.buckets) - np.log2(self.buckets[bucket]))
-        nearest = int(np.argmin(np.where(known, away, np.inf)))
-        rungs, other = np.array(self.rungs, np.float64), self.seconds[nearest]
-        there = ~np.isnan(other)
-        shape = _line(rungs, rungs[there], other[there])
-        slower = np.interp(rungs, rungs[here], (row / shape)[here])
-        row[~here], sure[~here] = (shape * slower)[~here], DOUBT ** max(float(away[nearest]), LEAST_AWAY)
-        self._estimates[bucket] = row, sure
-        return row, sure
+    def measured(self, bucket: int, rung: int, samples: list[float], now: int, spared: float = 0.0) -> None:
+        """Steps of this bucket and rung, the last one before step `now`, took so long each, in seconds; of the rows that verify
+        drafts they had the part `spared` less."""
+        mean, cov = self.belief(bucket, now)
+        seconds, count = max(statistics.median(samples), 1e-9), len(samples)
+        if count > 2:
+            spread = 1.25 * sum(abs(sample - seconds) for sample in samples) / (count * seconds)
+            self._timed += count
+            self.noise += max(count / self._timed, 0.03) * (spread - self.noise)
+        saved = self.part(mean) * spared
+        expected = float((1.0 - saved) * mean[rung] + saved * mean[0])
+        told = np.zeros(len(mean))
+        told[rung], told[-1] = 1.0 - saved, -spared * (mean[rung] - mean[0])
+        told[0] += saved
+        if spared:
+            self.limited_steps[bucket] += count
+        else:
+            self.steps[bucket, rung] += count
+        if not self.known[bucket]:
+            self._begin(mean, cov, told, seconds / expected, seconds, count)
+            self.known[bucket] = True
+            return
+        error, toward = seconds - expected, cov @ told
+        if self._last[:2] == (bucket, rung):
+            unrest = ((error / seconds) ** 2 - 2.0 * self.doubt(count)) / max(now - self._last[2], 1)
+            self._repeats += 1
+            self.unrest += max(1.0 / self._repeats, 0.03) * (min(unrest, 10.0 * self.unrest) - self.unrest)
+            self.unrest = max(self.unrest, 1e-7)
+        self._last = bucket, rung, now
+        variance = float(toward @ told) + self.doubt(count) * seconds**2
+        mean += toward * (error / variance)
+        np.maximum(mean[:-1], 0.1 * seconds, out=mean[:-1])  # what nobody measured might be below nothing
+        mean[-1] = min(float(mean[-1]), 1.0)
+        cov -= np.multiply.outer(toward, toward / variance)
 
+    def _begin(self, mean: Array, cov: Array, told: Array, factor: float, seconds: float, count: int) -> None:
+        """The first measurement of a bucket says what its level is, and nothing about how its rungs differ."""
+        mean[:-1] *= factor
+        cov[:-1] *= factor
+        cov[:, :-1] *= factor
+        told[-1] *= factor
+        level = mean * self._level
+        apart = np.eye(len(mean)) - np.multiply.outer(level, told / seconds)
+        cov[:] = apart @ cov @ apart.T + self.doubt(count) * np.multiply.outer(level, level)
 
-def _line(x: Array, known_x: Array, known_y: Array) -> Array:
-    """Linear interpolation, continued beyond the ends, and never below a tenth of the least value that is known."""
-    y = np.interp(x, known_x, known_y)
-    for end, inner, beyond in ((0, 1, x < known_x[0]), (-1, -2, x > known_x[-1])):
-        slope = (known_y[end] - known_y[inner]) / (known_x[end] - known_x[inner])
-        y = np.where(beyond, known_y[end] + slope * (x - known_x[end]), y)
-    line: Array = np.maximum(y, 0.1 * known_y.min())
-    return line
+    def doubt(self, count: int) -> float:
+        """The variance of the median of so many steps, as a part of their time squared."""
+        return 1.6 * self.noise**2 / count + 1e-6
+
+    @staticmethod
+    def part(mean: Array) -> float:
+        """Which part of the cost of drafts is that of their rows."""
+        return min(max(float(mean[-1]), 0.0), 1.0)
 
 
 class Acceptance:
@@ -155,69 +204,78 @@ class Acceptance:
     def __init__(self, limits: Limits) -> None:
         b, k = limits.max_seqs, limits.num_drafts
         self._places = np.arange(k, dtype=np.uint8)[:, None]
-        self._back = np.arange(1, EVERY + 1)[:, None]
+        self._back = np.arange(1, LOOK + 1)[:, None]
         self._epoch = np.full(b, -1, np.int64)
         self._seen = np.zeros(b, np.int64)
-        self._accepted, self._tried = np.zeros((k, b)), np.zeros((k, b))
-        self._all_accepted, self._all_tried = np.zeros(k), np.zeros(k)
+        self._counts, self._all = np.zeros((2, k, b)), np.zeros((2, k))
+        """Drafts that were accepted, and those that were reached: by place and slot, and by place."""
 
     def look(self, slots: SlotTable, decode: Array) -> None:
-        """Count the rounds of these slots since the last look, at most the `EVERY` newest."""
+        """Count the rounds of these slots since the last look, at most the newest `LOOK`, and `MANY` of all together."""
         rounds = slots.num_rounds[decode]
         new = decode[self._epoch[decode] != slots.epoch[decode]]
-        self._epoch[new], self._accepted[:, new], self._tried[:, new], self._seen[new] = slots.epoch[new], 0.0, 0.0, 0
-        at = rounds - self._back  # [EVERY, n], so that sums go along whole rows
-        fresh = (at >= self._seen[decode]) & (at >= 0)
-        place = np.where(fresh, decode * slots.rounds.shape[1] + at, 0)
+        if new.size:
+            self._epoch[new], self._counts[:, :, new], self._seen[new] = slots.epoch[new], 0.0, 0
+        at = rounds - self._back[: max(MANY // len(decode), 1)]  # [up to LOOK, n], so that sums go along whole rows
+        fresh = at >= self._seen[decode]
+        at += decode * slots.rounds.shape[1]
         counted = np.empty((3, *at.shape), np.uint8)
-        np.multiply(slots.rounds.reshape(-1).take(place), fresh, out=counted[0])
-        np.multiply(slots.round_drafts.reshape(-1).take(place), fresh, out=counted[2])
+        np.multiply(slots.rounds.reshape(-1).take(at, mode="clip"), fresh, out=counted[0])
+        np.multiply(slots.round_drafts.reshape(-1).take(at, mode="clip"), fresh, out=counted[2])
         np.minimum(counted[0] + np.uint8(1), counted[2], out=counted[1])
-        hits, tried, offered = (counted[:, None] > self._places[:, None]).sum(axis=2, dtype=np.uint8)
+        found = (counted[:, None] > self._places[:, None]).sum(axis=2, dtype=np.uint8)  # accepted, reached, verified
         count = fresh.sum(axis=0, dtype=np.uint8)
-        left = _LEFT[offered] * _LEFT_IDLE[count - offered]
-        self._accepted[:, decode] = self._accepted[:, decode] * left + hits
-        self._tried[:, decode] = self._tried[:, decode] * left + tried
-        left_of_all = FORGET_ALL ** int(count.sum())
-        self._all_accepted = self._all_accepted * left_of_all + hits.sum(axis=1)
-        self._all_tried = self._all_tried * left_of_all + tried.sum(axis=1)
+        skipped = FORGET_IDLE ** (rounds - self._seen[decode] - count)
+        left = _LEFT[found[2]] * _LEFT_IDLE[count - found[2]] * skipped
+        self._counts[:, :, decode] = self._counts[:, :, decode] * left + found[:2]
+        self._all = self._all * FORGET_ALL ** int(count.sum()) + found[:2].sum(axis=2)
         self._seen[decode] = rounds
 
-    def of_all(self) -> Array:
-        """[places] float64: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
-        chances, before = np.empty(len(self._places)), PRIOR_CHANCE
-        for place, (accepted, tried) in enumerate(zip(self._all_accepted.tolist(), self._all_tried.tolist(), strict=True)):
-            before = (accepted + before) / (tried + 1.0)
-            chances[place] = before
+    def of_all(self) -> list[float]:
+        """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
+        chances, before = [], PRIOR_CHANCE
+        for accepted, reached in zip(*self._all.tolist(), strict=True):
+            before = (accepted + before) / (reached + 1.0)
+            chances.append(before)
         return chances
 
     def of(self, decode: Array) -> Array:
-        """[places, len(decode)] float64: the chances of each of these slots. A request that does worse than the others at one
-        place is believed to do as much worse at the next, until it is tried there."""
-        inverse = 1.0 / (self._tried[:, decode] + PRIOR)
-        shown, open_ = self._accepted[:, decode] * inverse, PRIOR * inverse
-        chances, ratio = np.empty(shown.shape), np.ones(len(decode))
-        for place, chance in enumerate(self.of_all().tolist()):
-            believed = np.minimum(chance * ratio, 1.0)
-            np.add(shown[place], open_[place] * believed, out=chances[place])
-            ratio = chances[place] / max(chance, 1e-6)
+        """[places, len(decode)] float64: the chances of each of these slots. A request that does worse than the others is
+        believed to do as much worse at places where it was not tried."""
+        (accepted, reached), all_ = self._counts[:, :, decode], np.array(self.of_all())[:, None]
+        ratio = (accepted.sum(axis=0) + PRIOR) / ((reached * all_).sum(axis=0) + PRIOR)
+        chances: Array = (accepted + PRIOR * np.minimum(all_ * ratio, 1.0)) / (reached + PRIOR)
         return chances
 
     def lasting(self, decode: Array, windows: Array) -> Array:
         """[places, len(decode)] float64: the chance that the draft at a place and all before it are accepted, 0 behind the rows
         (`windows` [len(decode)]) that each request allows."""
-        chances: Array = np.where(self._places < windows - 1, self.of(decode), 0.0).cumprod(axis=0)
+        chances: Array = (self.of(decode) * (self._places < windows - 1)).cumprod(axis=0)
         return chances
 
 
-_LEFT, _LEFT_IDLE = (left ** np.arange(EVERY + 1) for left in (FORGET, FORGET_IDLE))
+_LEFT, _LEFT_IDLE = (left ** np.arange(LOOK + 1) for left in (FORGET, FORGET_IDLE))
 """By number of rounds."""
 
 
-def summed(by_place: Array, rungs: tuple[int, ...]) -> Array:
-    """[rungs] float64: the sum over all slots [places, n] and the places of each rung."""
-    sums: Array = np.concatenate(([0.0], by_place.sum(axis=1).cumsum()))[list(rungs)]
-    return sums
+def hoped(mean: float, variance: float) -> float:
+    """What a normal number is above 0, on average, where below it counts as nothing."""
+    spread = math.sqrt(variance)
+    return spread * math.exp(-0.5 * mean**2 / variance) / math.sqrt(2.0 * math.pi) + 0.5 * mean * math.erfc(
+        -mean / (spread * math.sqrt(2.0))
+    )
+
+
+class _Way(NamedTuple):
+    """A way to go on: a rung, with windows or without."""
+
+    rung: int
+    spared: float
+    """The part of the drafts that nobody verifies because of windows; 0 without."""
+    seconds: float
+    """Of a step."""
+    pace: float
+    """Logarithm of the tokens a second of the requests, as a geometric mean."""
 
 
 class AdaptiveDrafts:
@@ -231,17 +289,24 @@ class AdaptiveDrafts:
         self._rung = bisect.bisect_right(self.rungs, FIRST) - 1
         """The number that is chosen, as an index of `rungs`, like all below."""
         self._bucket, self._bounds = 0, (0, 0)
-        self._settled, self._left = 0, 0
-        self._patience, self._until_try = TRY_AGAIN, TRY_AGAIN
-        self._best = self._rung
+        self._settled, self._left, self._pause = 0, 0, EVERY
+        self._chosen = self._rung, False
+        """The last rung that was not tried but chosen, and whether with windows."""
+        self._step, self._filed = 0, 0
+        """Steps so far, and at the last measurement."""
+        self._stayed = [0] * len(self.times.buckets)
+        """Steps of each bucket."""
+        self._ran = [0] * len(self.rungs)
+        """The last step of each rung, or of one above it."""
         self._before = 0.0
         self._samples: list[float] = []
         self.windows: Windows | None = None
         """What requests verify at most, as `DraftPolicy` says."""
-        self._rate = 0.0
-        """Tokens a second of each request, as the last decision expected them."""
-        self._spared, self._limited_steps, self._again = 0, 0, False
-        """Rows a step that nobody verifies because of them; steps with some; and whether it is their turn to be tried again."""
+        self._limited_seconds = 0.0
+        """Seconds of the best way, as the last decision in this bucket has it, 0 before the first one: what is worth its row
+        depends on the time of a step without the others."""
+        self._spared, self._limited_steps = 0.0, 0
+        """The part of a step's drafts that nobody verifies because of them; steps with some."""
 
     def choose(self, view: DraftView) -> int:
         """The rung that was decided on, and now and then another decision. The time since the last call is that of a step, if the
@@ -250,82 +315,105 @@ class AdaptiveDrafts:
         if not count or view.has_prefill:
             self._settled = 0
             return self.rungs[self._rung]
-        if self._settled > SETTLING:
+        if self._settled >= SETTLING:
             self._samples.append(now - self._before)
         self._settled, self._before = self._settled + 1, now
+        self._step += 1
         self._left -= 1
-        self._limited_steps += self._spared > 0
+        self._limited_steps += self._spared > 0.0
         if not self._bounds[0] < count <= self._bounds[1]:
             self._enter(bisect.bisect_left(self.times.buckets, count))
         if self._left <= 0:
             self._decide(view)
-            self._spared = 0 if self.windows is None else self._rows_less(view, self.windows)
         return self.rungs[self._rung]
 
     def _enter(self, bucket: int) -> None:
         """Another number of requests decodes: steps are timed anew, and decided on at once."""
         self._file()
-        self._bucket, self._settled, self._left, self._rate = bucket, 0, 0, 0.0
+        self._bucket, self._settled, self._left, self._pause, self._limited_seconds = bucket, 0, 0, EVERY, 0.0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
     def _file(self) -> None:
         """File the times since the last change; those of interrupted steps do not count."""
+        self._stayed[self._bucket] += self._step - self._filed
+        self._filed = self._step
+        self._ran[: self._rung + 1] = [self._step] * (self._rung + 1)
         if self._samples:
-            seconds = statistics.median(self._samples)
-            self.times.measured(self._bucket, self._rung, seconds, len(self._samples), self._spared)
+            self.times.measured(self._bucket, self._rung, self._samples, self._step, self._spared)
             self._samples.clear()
 
     def _decide(self, view: DraftView) -> None:
+        """Take what has the best pace, or what is worth a trial."""
         self._file()
-        self.acceptance.look(view.slots, view.decode)
-        estimate = self.times.estimate(self._bucket)
-        if estimate is None:
-            known = not np.isnan(self.times.seconds[self._bucket, self._rung])
-            self._take(self.rungs.index(SLOPE_FROM) if known and len(self.rungs) > 1 else self._rung, TRIAL)
-            return
-        seconds, sure = estimate
-        lasting = self.acceptance.lasting(view.decode, view.slots.window[view.decode])
-        whole = (len(view.decode) + summed(lasting, self.rungs)) / seconds
-        kept, limited = self._limited(lasting, seconds, whole)
-        row_known = not np.isnan(self.times.row_seconds[self._bucket])
-        limited = np.where(sure < 1.0, whole, limited)
-        rates = np.maximum(whole, limited) if row_known else whole
-        best, hopes = int(rates.argmax()), np.where(sure < 1.0, rates / sure, 0.0)
-        if best != self._best:
-            self._best, self._patience, self._until_try = best, TRY_AGAIN, TRY_AGAIN
-        if hopes.max() > rates[best]:
-            self._take(int(hopes.argmax()), TRIAL)
-        elif not row_known and limited[tried := int(limited.argmax())] > rates[best] * (1.0 + GAIN):
-            self._take(tried, TRIAL, self._windows(view, kept))
-        elif self._until_try <= 0 and len(self.rungs) > 1:
-            self._patience = self._until_try = min(2 * self._patience, SELDOM)
-            self._again = not self._again and row_known
-            others = np.where(np.arange(len(rates)) == best, -1.0, rates)
-            if self._again and not self._spared:
-                self.times.row_seconds[self._bucket] = np.nan  # the next decision tries windows, if they might pay
-            self._take(self._rung if self._again else int(others.argmax()), TRIAL)
+        slots, decode = view.slots, view.decode
+        self.acceptance.look(slots, decode)
+        mean, cov = self.times.belief(self._bucket, self._step)
+        lasting = self.acceptance.lasting(decode, slots.window[decode])
+        weights = (slots.max_total[decode] - slots.num_known[decode]).clip(1, FAR)
+        gains = np.diff(np.log1p(lasting.cumsum(axis=0)), axis=0, prepend=0.0) * (weights / weights.sum())
+        ways, kept = self._ways(mean, lasting, gains)
+        paces = [way.pace for way in ways]
+        best = paces.index(max(paces))
+        limited = self.windows is not None
+        now = next((i for i, way in enumerate(ways) if (way.rung, way.spared > 0.0) == (self._rung, limited)), self._rung)
+        tried = self._worth_trying(ways, best, cov)
+        if tried not in (best, now):
+            taken, steps = tried, TRIAL
         else:
-            rung = best if rates[best] > rates[self._rung] * (1.0 + GAIN) else self._rung
-            pays = row_known and limited[rung] > whole[rung] * (1.0 if self._spared else 1.0 + GAIN)
-            windows = self._windows(view, kept) if pays else None
-            steps = EVERY if rung != self._rung or windows is not self.windows or len(view.decode) < MANY else 2 * EVERY
-            self._take(rung, steps, windows)
-            self._until_try -= steps
+            taken = best if paces[best] > paces[now] + GAIN else now
+            chosen = ways[taken].rung, ways[taken].spared > 0.0
+            steps = self._pause = min(2 * self._pause, SELDOM) if chosen == self._chosen else EVERY
+            self._chosen = chosen
+        self._take(ways[taken], self._windows(view, kept) if ways[taken].spared else None, steps)
 
-    def _limited(self, lasting: Array, seconds: Array, whole: Array) -> tuple[Array, Array]:
-        """[places, n] bool: the drafts of each request that are worth their rows; and [rungs] float64: tokens a second of a step
-        that verifies those alone. A row is worth the tokens that its time brings elsewhere."""
-        count, most = lasting.shape[1], self.rungs[-1]
-        draft = max(float(seconds[-1] - seconds[0]), 0.0) / max(most * count, 1)  # a row, and its share of the draft's pass
-        measured = self.times.row_seconds[self._bucket]
-        row = min(ROW_SHARE * draft if np.isnan(measured) else float(measured), draft)
-        if row <= 0.0 or count < 2:
-            return lasting > 0.0, whole
-        kept = lasting > max(float(whole.max()), self._rate * count) * row
-        spared = summed((lasting > 0.0) ^ kept, self.rungs)
-        rates = (count + summed(lasting * kept, self.rungs)) / np.maximum(seconds - row * spared, 0.1 * seconds)
-        self._rate = float(rates.max()) / count
-        return kept, rates
+    def _ways(self, mean: Array, lasting: Array, gains: Array) -> tuple[list[_Way], Array]:
+        """Every rung, by index; and every rung with those drafts alone that are worth their rows, which are [places, n] bool.
+        `gains` [places, n] is what each draft adds to the logarithm of the pace; its row must not take that away from all."""
+        part, seconds = self.times.part(mean), mean[:-1].tolist()
+        paces = [gain - math.log(each) for gain, each in zip(self._by_rung(gains), seconds, strict=True)]
+        ways = [_Way(rung, 0.0, *both) for rung, both in enumerate(zip(seconds, paces, strict=True))]
+        drafts = self._by_rung(lasting > 0.0)
+        row = part * (seconds[-1] - seconds[0]) / max(drafts[-1], 1.0)
+        if row <= 0.0 or gains.shape[1] < 2:
+            return ways, lasting > 0.0
+        kept: Array = gains > row / (self._limited_seconds or max(ways, key=_pace).seconds)
+        for rung, (gain, left) in enumerate(zip(self._by_rung(gains * kept), self._by_rung(kept), strict=True)):
+            if left < drafts[rung]:
+                spared = 1.0 - left / drafts[rung]
+                time = seconds[rung] - part * spared * (seconds[rung] - seconds[0])
+                ways.append(_Way(rung, spared, time, gain - math.log(time) - GAIN))
+        self._limited_seconds = max(ways, key=_pace).seconds
+        return ways, kept
+
+    def _by_rung(self, by_place: Array) -> list[float]:
+        """[rungs]: the sum over the slots [places, n] and the places of each rung."""
+        sums = [0.0, *itertools.accumulate(by_place.sum(axis=1).tolist())]
+        return [sums[k] for k in self.rungs]
+
+    def _worth_trying(self, ways: list[_Way], best: int, cov: Array) -> int:
+        """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none."""
+        n, base, part = len(self.rungs), ways[0].seconds, self.times.part(self.times.mean[self._bucket])
+        rows = []
+        for way in ways:  # how the logarithm of its seconds grows with each of the beliefs
+            row = [0.0] * (n + 1)
+            row[way.rung] = (1.0 - part * way.spared) / way.seconds
+            row[0] += part * way.spared / way.seconds
+            row[n] = -way.spared * (ways[way.rung].seconds - base) / way.seconds
+            rows.append(row)
+        slopes = np.array(rows)
+        slopes -= slopes[best]
+        variances = (slopes @ cov * slopes).sum(axis=1).tolist()
+        stay = min(max(self._stayed[self._bucket], STAY[0]), STAY[1])
+        doubt = self.times.doubt(TRIAL - SETTLING) + self.times.unrest * EVERY
+        found, most = best, 0.0
+        for i, (way, of_times) in enumerate(zip(ways, variances, strict=True)):
+            variance = of_times + UNSEEN**2 * min(self._step - self._ran[way.rung], STAY[1])
+            if i != best and variance > 0.0:
+                ahead = way.pace - ways[best].pace
+                worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + TRIAL * min(ahead, 0.0) - CHANGE
+                if worth > most:
+                    found, most = i, worth
+        return found
 
     def _windows(self, view: DraftView, kept: Array) -> Windows:
         """Those of the slots that decode, as long as they hold the same requests; the very same ones where none differs."""
@@ -337,27 +425,24 @@ class AdaptiveDrafts:
             return old
         return Windows(rows, slots.epoch.copy())
 
-    def _rows_less(self, view: DraftView, windows: Windows) -> int:
-        """Rows of a step that nobody verifies."""
-        rows = np.minimum(view.slots.window[view.decode], self.rungs[self._rung] + 1)
-        return int((rows - windows.limit(rows, view.slots, view.decode)).sum())
-
-    def _take(self, rung: int, steps: int, windows: Windows | None = None) -> None:
-        if rung != self._rung or windows is not self.windows:
-            self._rung, self.windows, self._settled = rung, windows, 0
-        self._left = steps
+    def _take(self, way: _Way, windows: Windows | None, steps: int) -> None:
+        if way.rung != self._rung or windows is not self.windows:
+            self._rung, self.windows, self._settled = way.rung, windows, 0
+        self._spared, self._left = way.spared, steps
 
     def report(self) -> dict[str, Any]:
         """What was measured, for people and machines: milliseconds of a step by requests and drafts, and chances by place."""
-        times = {
-            str(size): {str(k): round(1e3 * s, 4) for k, s in zip(self.rungs, row.tolist(), strict=True) if not math.isnan(s)}
-            for size, row in zip(self.times.buckets, self.times.seconds, strict=True)
-            if not np.isnan(row).all()
-        }
-        rows = {
-            str(size): round(1e3 * each, 5)
-            for size, each in zip(self.times.buckets, self.times.row_seconds.tolist(), strict=True)
-            if not math.isnan(each)
-        }
-        chances = [round(chance, 3) for chance in self.acceptance.of_all().tolist()]
+        times, rows = {}, {}
+        for place in self.times.known.nonzero()[0].tolist():
+            size, (*seconds, _) = str(self.times.buckets[place]), self.times.mean[place].tolist()
+            steps = self.times.steps[place].tolist()
+            times[size] = {str(k): round(1e3 * each, 4) for k, each, many in zip(self.rungs, seconds, steps, strict=True) if many}
+            if self.times.limited_steps[place]:
+                drafts = max(self.rungs[-1] * self.times.buckets[place], 1)
+                rows[size] = round(1e3 * self.times.part(self.times.mean[place]) * (seconds[-1] - seconds[0]) / drafts, 5)
+        chances = [round(chance, 3) for chance in self.acceptance.of_all()]
         return {"step_ms": times, "row_ms": rows, "acceptance": chances, "limited_steps": self._limited_steps}
+
+
+def _pace(way: _Way) -> float:
+    return way.pace

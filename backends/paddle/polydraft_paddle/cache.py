@@ -21,39 +21,38 @@ FILLED = 4096
 
 class CacheRows:
     """`rows` [2 * half, width]: keys and, from row `half` on, values, each with `BEHIND` rows behind those of all blocks, of
-    which `k` and `v` are views. A row is read as `units` pieces of equal width."""
+    which `k` and `v` are views. A row is written and read as `units` pieces of equal width; the place of a row is the number of
+    its first piece within its half."""
 
-    __slots__ = ("half", "halves", "k", "pieces", "rows", "spec", "units", "v")
+    __slots__ = ("half", "k", "pieces", "rows", "spec", "units", "v")
 
     def __init__(self, spec: CacheSpec, rows: Tensor, *, units: int, fresh: float, zero: float) -> None:
         """Fill every row with `fresh`, and the rows of zeros with `zero`, which stands for it. Synchronous."""
         self.spec, self.rows, self.units = spec, rows, units
         self.half: int = rows.shape[0] // 2
-        self.k, self.v = rows[: self.zeros], rows[self.half : self.half + self.zeros]
-        begin = np.arange(2, dtype=np.int32) * self.half
-        self.halves: Tensor = paddle.to_tensor(begin[None], place=rows.place)
-        """First row of keys and of values, int32 [1, 2]."""
-        pieces = begin[:, None] * units + np.arange(units, dtype=np.int32)
-        self.pieces: Tensor = paddle.to_tensor(pieces[:, None, :, None], place=rows.place)
-        """The pieces of both rows, int32 [2, 1, units, 1]."""
+        length = self.half - BEHIND
+        self.k, self.v = rows[:length], rows[self.half : self.half + length]
+        pieces = np.arange(2, dtype=np.int32)[:, None] * (self.half * units) + np.arange(units, dtype=np.int32)
+        self.pieces: Tensor = paddle.to_tensor(pieces, place=rows.place)
+        """Those of the first key and of the first value, int32 [2, units]."""
         shape, dtype = (min(FILLED, rows.shape[0]), rows.shape[1]), np.int32 if rows.dtype == paddle.int32 else np.float32
         filled = paddle.to_tensor(np.full(shape, fresh, dtype), place=rows.place).astype(rows.dtype)
         for first in range(0, rows.shape[0], FILLED):  # uploaded, because Paddle's fill operations refuse NaN
             some = rows[first : first + FILLED]
             some.copy_(filled[: some.shape[0]], False)
         zeros = paddle.to_tensor(np.full((1, shape[1]), zero, dtype), place=rows.place).astype(rows.dtype)
-        for first in (self.zeros, self.half + self.zeros):
+        for first in (length, self.half + length):
             rows[first : first + 1].copy_(zeros, False)
 
     @property
     def zeros(self) -> int:
-        """The row of zeros of a half."""
-        return self.half - BEHIND
+        """Place of the row of zeros."""
+        return (self.half - BEHIND) * self.units
 
     @property
     def nowhere(self) -> int:
-        """The row of a half that takes what goes nowhere."""
-        return self.half - 1
+        """Place of the row that takes what goes nowhere."""
+        return (self.half - 1) * self.units
 
     @property
     def nbytes(self) -> int:

@@ -22,13 +22,13 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def rms_norm_into(out: Tensor, inverse: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
     """RMSNorm of rows `x` [n, R] straight over `out`, float32, on a place that has it; `inverse` [n] float32 may hold anything
-    afterwards. The operation is called like this in every supported Paddle, under one of two names."""
-    _NORM(x, None, None, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, inverse, inverse))
+    afterwards. Since Paddle 3.3: before, it has another name and writes elsewhere."""
+    direct.fused_rms_norm_quant(x, None, None, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, inverse, inverse))
 
 
-_NORM: Final = getattr(direct, "fused_rms_norm_quant", None) or direct.rms_norm
 TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
-    "rms_norm": lambda row: rms_norm_into(paddle.zeros_like(row), row[0, :1], row, row[0], 1e-6),
+    "rms_norm": lambda row: rms_norm(row, row[0], 1e-6),
+    "rms_norm_into": lambda row: rms_norm_into(paddle.zeros_like(row), row[0, :1], row, row[0], 1e-6),
     "swiglu": lambda row: direct.swiglu(row, None),
 }
 """Operation to what tries it on a row [1, 8] float32."""
@@ -45,7 +45,7 @@ def learn(place: Any) -> None:
         for name, trial in TRIALS.items():
             try:
                 trial(row)
-            except (RuntimeError, OSError):
+            except (RuntimeError, OSError, AttributeError):  # Paddle 3.2 lacks some by name
                 continue
             found.add(name)
     finally:

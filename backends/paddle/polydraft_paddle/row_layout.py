@@ -113,28 +113,29 @@ class RowLayout:
         return index, self._found[key]
 
     # -- places ------------------------------------------------------------------------------------
-    @functools.cached_property
-    def _places(self) -> Tensor:
-        """Where in a cache's half the keys of each row's slot lie, int32 [n, C]; negative where no block is granted."""
-        blocks = direct.multiply(take(self._table, clamp(self._slots)), number(self._size, self._slots))
-        places = direct.add(direct.unsqueeze(blocks, [2]), numbers(self._size, blocks))
-        return direct.reshape(places, [self._slots.shape[0], self._table.shape[1] * self._size])
-
-    @functools.cached_property
-    def _granted(self) -> tuple[Tensor, Tensor]:
-        """Where the key of each row lies, int32 [n], and whether it is stored."""
-        n, context = self._places.shape
-        own = take(direct.reshape(self._places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
-        return own, both(self._carries, carried(own))
+    def _places(self, units: int) -> Tensor:
+        """Places of the keys of each row's slot in a cache that is read in so many pieces a row, int32 [n, C]; negative where no
+        block is granted."""
+        key = "places", units
+        if key not in self._found:
+            blocks = direct.multiply(take(self._table, clamp(self._slots)), number(self._size * units, self._slots))
+            within = multiples(self._size, units, blocks)
+            places = direct.add(direct.unsqueeze(blocks, [2]), within)
+            self._found[key] = direct.reshape(places, [self._slots.shape[0], self._table.shape[1] * self._size])
+        found: Tensor = self._found[key]
+        return found
 
     def destinations(self, cache: CacheRows) -> Tensor:
-        """Where keys and values of each row go in the rows of `cache`: int32 [2 * n, width], the key's place before the
-        value's."""
-        key = cache.half, cache.rows.shape[1]
+        """The pieces of `cache` that keys and values of each row go to: int32 [2 * n * U, width], those of the key before
+        those of the value."""
+        width = cache.rows.shape[1] // cache.units
+        key = "to", cache.half, cache.units, width
         if key not in self._found:
-            own, granted = self._granted
-            place = direct.unsqueeze(choose(granted, own, cache.nowhere), [1])
-            self._found[key] = direct.reshape(direct.add(place, cache.halves), [-1, 1]).expand([2 * own.shape[0], key[1]])
+            n, context = (places := self._places(cache.units)).shape
+            own = take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
+            place = choose(both(self._carries, carried(own)), own, cache.nowhere)
+            pieces = direct.add(direct.unsqueeze(place, [1]), direct.reshape(cache.pieces, [1, -1]))
+            self._found[key] = direct.reshape(pieces, [-1, 1]).expand([2 * n * cache.units, width])
         found: Tensor = self._found[key]
         return found
 
@@ -143,7 +144,7 @@ class RowLayout:
         """What rows attend to in `cache`, the last `reach` keys (0: all), so many rows at a time that the copies stay within
         `MOST_GATHERED`, where keys and values of one position take `row_bytes`. `heads`: those of k, and of q for each of
         them."""
-        most = max(1, MOST_GATHERED // (self._places.shape[1] * row_bytes))
+        most = max(1, MOST_GATHERED // (self._table.shape[1] * self._size * row_bytes))
         key = most, reach, heads, cache.half, cache.units
         if key not in self._found:
             self._found[key] = list(self._keys(cache, most, heads, reach))
@@ -151,16 +152,14 @@ class RowLayout:
         return found
 
     def _keys(self, cache: CacheRows, most: int, heads: tuple[int, int], reach: int) -> Iterator[Keys]:
-        rows, context = self._places.shape
         visible = self._visible(reach)
-        places = choose(visible, self._places, cache.zeros)
+        places, (rows, context) = choose(visible, self._places(cache.units), cache.zeros), visible.shape
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             some = slice(begin, end) if (begin, end) != (0, rows) else slice(None)
             seen = direct.unsqueeze(visible[some], [1, 2]).expand([end - begin, *heads, context])
-            units = direct.multiply(direct.unsqueeze(places[some], [0, 2]), number(cache.units, places))
-            pieces = direct.reshape(direct.add(units, cache.pieces), [-1])
-            yield Keys(begin, end, pieces, seen, self._hidden(seen))
+            pieces = direct.add(direct.unsqueeze(places[some], [0, 2]), direct.unsqueeze(cache.pieces, [1, 3]))
+            yield Keys(begin, end, direct.reshape(pieces, [-1]), seen, self._hidden(seen))
 
     def _hidden(self, like: Tensor) -> Tensor:
         key = "hidden", *like.shape
@@ -173,7 +172,7 @@ class RowLayout:
         """Which keys each row attends to, bool [n, C]; those that carry nothing to none."""
         key = "visible", reach
         if key not in self._found:
-            place = direct.unsqueeze(numbers(self._places.shape[1], self._slots), [0])
+            place = direct.unsqueeze(numbers(self._table.shape[1] * self._size, self._slots), [0])
             position = direct.unsqueeze(self.positions, [1])
             visible = both(direct.less_equal(place, position), direct.unsqueeze(self._carries, [1]))
             if reach:

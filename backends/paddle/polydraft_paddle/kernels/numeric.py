@@ -19,7 +19,7 @@ from polydraft.device import Array
 from polydraft_paddle import fused
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, into_as, part, take
+from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, into_as, part, put, take
 from polydraft_paddle.provider import Kernel, Run, plain
 from polydraft_paddle.row_layout import Keys, RowLayout, Turns
 
@@ -53,33 +53,33 @@ def _look_up(out: Tensor, n: int, table: Tensor, index: Tensor) -> None:
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """RMSNorm over the last axis, in float32."""
     wide, gain = as_float(x), as_float(weight)
-    gain = gain + 1.0 if plus_one else gain
     if fused.has("rms_norm", wide):
-        return fused.rms_norm(wide, gain, eps)
-    return _to_unit(wide, eps) * gain
+        return fused.rms_norm(wide, gain + 1.0 if plus_one else gain, eps)
+    return direct.multiply(*_unit_and_gain(wide, gain, eps, plus_one))
 
 
-def _to_unit(x: Tensor, eps: float) -> Tensor:
-    return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + eps)
+def _unit_and_gain(x: Tensor, gain: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    """The factors of RMSNorm."""
+    mean = direct.mean(direct.multiply(x, x), [-1], True)
+    return direct.multiply(x, direct.rsqrt(direct.scale(mean, 1.0, eps, True))), gain + 1.0 if plus_one else gain
 
 
 def rms_norm(a: Any, limits: Limits) -> Run:
     """RMSNorm."""
     del limits
-    is_fused = a.out.dtype == paddle.float32 and fused.has("rms_norm", a.x)
-    inverse = paddle.empty([a.out.shape[0]], "float32") if is_fused else None
+    straight = a.out.dtype == paddle.float32 and fused.has("rms_norm_into", a.x)
+    inverse = paddle.empty([a.out.shape[0]], "float32") if straight else None
 
     def run(n: int) -> None:
         if not n:
             return
         x, gain = as_float(part(a.x, 0, n)), as_float(a.weight)
-        gain = gain + 1.0 if a.plus_one else gain
-        if is_fused:
-            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain, a.eps)
+        if straight:
+            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain + 1.0 if a.plus_one else gain, a.eps)
         elif fused.has("rms_norm", x):
-            into(a.out, n, direct.cast, fused.rms_norm(x, gain, a.eps), a.out.dtype)
+            put(part(a.out, 0, n), normalized(x, gain, a.eps, a.plus_one))
         else:
-            into_as(a.out, n, paddle.float32, direct.multiply, _to_unit(x, a.eps), gain)
+            into_as(a.out, n, paddle.float32, direct.multiply, *_unit_and_gain(x, gain, a.eps, a.plus_one))
 
     return run
 
@@ -92,9 +92,10 @@ def residual_add(a: Any, n: int) -> None:
 def linear(a: Any, n: int) -> None:
     """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
     wide = a.out.dtype  # logits are float32 whatever the activations are
-    into(a.out, n, direct.matmul, *(t if t.dtype == wide else t.astype(wide) for t in (part(a.x, 0, n), a.weight)), False, True)
+    x, weight = (t if t.dtype == wide else direct.cast(t, wide) for t in (part(a.x, 0, n), a.weight))
+    into(a.out, n, direct.matmul, x, weight, False, True)
     if a.bias is not None:
-        in_place(direct.add_, part(a.out, 0, n), a.bias if a.bias.dtype == wide else a.bias.astype(wide))
+        in_place(direct.add_, part(a.out, 0, n), a.bias if a.bias.dtype == wide else direct.cast(a.bias, wide))
 
 
 def rope_tables(a: Any, max_len: int) -> tuple[Tensor, Tensor]:
@@ -188,8 +189,10 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, 
             qkv = direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
         q, kv = rotate(qkv, layout)
         _put_rows(a.q_out, n, direct.reshape(q, [n, heads * dim]), layout.carries(heads * dim))
-        stored = a.cache.stored(direct.reshape(kv, [2 * n, kv_heads * dim]))
-        in_place(direct.put_along_axis_, a.cache.rows, layout.destinations(a.cache), stored, 0, "assign", True)
+        to = layout.destinations(a.cache)
+        pieces = direct.view_shape(a.cache.rows, [-1, to.shape[1]])
+        stored = direct.reshape(a.cache.stored(direct.reshape(kv, [2 * n, kv_heads * dim])), to.shape)
+        in_place(direct.put_along_axis_, pieces, to, stored, 0, "assign", True)
 
     return run
 

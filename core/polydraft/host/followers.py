@@ -44,6 +44,8 @@ _INPUTS: Final = struct.Struct("=4q")
 """In front of host inputs: of which step, whether it is bound, and whether they come in its middle."""
 ENDING_S = 10.0
 """Seconds that a process has to end in; then it is killed."""
+SAYING_S = 1.0
+"""Seconds within which it is said how a process has ended whose pipe is closed."""
 SHARED = Path("/dev/shm")  # noqa: S108  the file there has no name
 """Where files are memory, on systems that have such a place."""
 Inbox = queue.SimpleQueue[bytes]
@@ -275,9 +277,9 @@ class ProcessChannel:
         self._rank, self._exchange, self._ending = rank, exchange, False
         self._process = subprocess.Popen(running(WORKER), stdin=subprocess.PIPE, pass_fds=(memory,))  # noqa: S603  this interpreter
         self._lock = threading.Lock()
-        self.send(json.dumps({**start, "rank": rank, "memory": memory}).encode())
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
+        self.send(json.dumps({**start, "rank": rank, "memory": memory}).encode())
 
     def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Write it, behind its length."""
@@ -291,6 +293,7 @@ class ProcessChannel:
                 pipe.flush()
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if message != END:
+                self._watcher.join(SAYING_S)  # it knows better why
                 self._exchange.raise_failure()
                 self._exchange.fail(f"rank {self._rank} takes no more plans{self._exchange.last_clause(self._rank)}")
         except BaseException as error:  # such as Ctrl-C: what comes next would be read as the rest of this

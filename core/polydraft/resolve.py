@@ -376,7 +376,7 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     n.choose("proposer", name, why)
     few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked is None and 0 < drafts < DEFAULT_DRAFTS else ""
     if n.config.adaptive and drafts:
-        n.choose("draft_tokens", f"{AUTO}:{drafts}", "drafts a step at most; each makes as many as give most tokens a second")
+        n.choose("draft_tokens", f"{AUTO}:{drafts}", "drafts a step at most; each makes as many as pay")
     else:
         n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
     return name, drafts

@@ -142,7 +142,7 @@ def test_auto_follows_the_capabilities():
         (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 3 because a text of at most 4 tokens has no room"),
         (PLAIN, {}, {"proposer": "shy"}, ("shy", 3), "chosen by name"),
         (MODEL, {}, {"draft_tokens": 1}, ("mtp", 1), "the checkpoint has an MTP head"),
-        (MODEL, {}, {"draft_tokens": "auto:5"}, ("mtp", 5), "each makes as many as give most tokens a second"),
+        (MODEL, {}, {"draft_tokens": "auto:5"}, ("mtp", 5), "each makes as many as pay"),
     ],
 )
 def test_proposer_and_drafts_go_together(model: Any, changes: Any, wishes: Any, wanted: Any, why: str):

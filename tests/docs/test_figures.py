@@ -13,6 +13,8 @@ from bench import packing_acceptance
 from bench.gpu_rounds import BATCHES, peer_ms
 from polydraft import LLM, RequestOutput
 from polydraft.config import EngineConfig
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.features import FEATURES
 from polydraft.demo import demo_model_path
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
@@ -193,3 +195,12 @@ def test_the_readme_knows_every_backend():
     own = [entry.name for entry in entry_points(group="polydraft.backends") if entry.value.startswith("polydraft")]
     assert own
     assert [name for name in own if not state(f"`{name}`")] == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference", "cuda", "paddle"])
+def test_the_readme_says_what_features_a_backend_lacks(name: str):
+    offered, said = Plugins.load(name).info().contract_versions, state(f"`{name}`")
+    lacking = [one for one in FEATURES if any(c.feature == one and c.name not in offered for c in REGISTRY.of([one]))]
+    named = re.match(r"every (?:contract|\[?feature\]?(?:\(\S+\))? but ((?:`\w+`(?:, | and )?)+))", said)
+    assert named is not None, said
+    assert re.findall(r"`(\w+)`", named[1] or "") == lacking

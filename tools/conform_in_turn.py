@@ -1,4 +1,4 @@
-"""Claims of the five backends that need no accelerator, for every change: `basic` of all, and the most of one in turn.
+"""Claims of the backends that need no accelerator, for every change: `basic` of all, and the most of one in turn.
 
     python tools/conform_in_turn.py [TURN]
 
@@ -29,6 +29,7 @@ class Backend(NamedTuple):
 
 BACKENDS: Final = (
     Backend("reference", "queued", "full"),
+    Backend("cpu", "cpu", "full"),
     Backend("emulator", "emulator:0", "full"),
     Backend("paddle", "cpu", "basic"),
     Backend("paddle", "polyemu:0", "full"),
@@ -49,6 +50,10 @@ def claims(commits: int) -> list[tuple[Backend, str]]:
 
 def missing(backend: Backend) -> str:
     """What is not installed of what a backend needs; "" where nothing is."""
+    if backend.name == "cpu":
+        from polydraft_cpu.library import missing as kernels_missing
+
+        return "a C++ compiler, or what it builds," if kernels_missing() else ""
     site = importlib.util.find_spec("paddle") if backend.name in ("paddle", "xpu") else None
     if backend.name in ("paddle", "xpu") and site is None:
         return "Paddle"

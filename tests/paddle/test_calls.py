@@ -36,12 +36,13 @@ llm.engine.close()
 @pytest.mark.parametrize(
     ("device", "most"),
     [
-        ("polyemu:0", 1488),
-        deep(("polyemu:0?ops=xpu3", 1928)),  # whose list has no fused norm of Paddle 3.3
+        ("polyemu:0", 1371),
+        deep(("polyemu:0?ops=xpu3", 1586)),  # whose list has no fused norm of Paddle 3.3
     ],
 )
 def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: str, most: int):
-    """6,784 before kernels wrote where results belong and rows were laid out once a pass."""
+    """6,784 before kernels wrote where results belong and rows were laid out once a pass, 2,031 before heads were turned by one
+    gather and state was computed slot by slot."""
     shape = {"num_hidden_layers": BLOCKS, "num_attention_heads": 8}
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
     run = script(COUNT, str(model), device)

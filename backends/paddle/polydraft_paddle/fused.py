@@ -29,7 +29,10 @@ def rms_norm_into(out: Tensor, inverse: Tensor, x: Tensor, gain: Tensor, eps: fl
 TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
     "rms_norm": lambda row: rms_norm(row, row[0], 1e-6),
     "rms_norm_into": lambda row: rms_norm_into(paddle.zeros_like(row), row[0, :1], row, row[0], 1e-6),
+    "norm": lambda row: direct.norm(row, -1, 1e-6, False),
     "swiglu": lambda row: direct.swiglu(row, None),
+    "logsumexp": lambda row: direct.logsumexp(row, [-1], True, False),
+    "linear": lambda row: direct.linear_v2(row, row, row[0, :1], True),
 }
 """Operation to what tries it on a row [1, 8] float32."""
 _FOUND: dict[Any, frozenset[str]] = {}

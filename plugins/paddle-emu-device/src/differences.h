@@ -61,6 +61,10 @@ template <>
 struct Computed<paddle_device::operation_matmul, float> : Product {};
 template <>
 struct Computed<operation_bmm, float> : Product {};
+#if PADDLE_DEVICE_GRAPHS
+template <>
+struct Computed<operation_linear_v2, float> : Product {};
+#endif
 
 // -- which of equal numbers -------------------------------------------------------------------------------------------------------
 // The last one instead of the first: the CPU kernel looks at the numbers in reverse, and its answer is counted from the end.

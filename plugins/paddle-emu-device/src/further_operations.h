@@ -11,8 +11,13 @@
 #include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/index_put_kernel.h"
 #include "paddle/phi/kernels/index_sample_kernel.h"
+#if PADDLE_DEVICE_GRAPHS
+#include "paddle/phi/kernels/linear_v2_kernel.h"
+#endif
 #include "paddle/phi/kernels/log_softmax_kernel.h"
 #include "paddle/phi/kernels/logical_kernel.h"
+#include "paddle/phi/kernels/logsumexp_kernel.h"
+#include "paddle/phi/kernels/norm_kernel.h"
 #include "paddle/phi/kernels/one_hot_kernel.h"
 #include "paddle/phi/kernels/prod_kernel.h"
 #include "paddle/phi/kernels/rms_norm_kernel.h"
@@ -43,6 +48,8 @@ PADDLE_DEVICE_OPERATION(logical_and, LogicalAndKernel)
 PADDLE_DEVICE_OPERATION(logical_not, LogicalNotKernel)
 PADDLE_DEVICE_OPERATION(logical_or, LogicalOrKernel)
 PADDLE_DEVICE_OPERATION(logical_xor, LogicalXorKernel)
+PADDLE_DEVICE_OPERATION(logsumexp, LogsumexpKernel)
+PADDLE_DEVICE_OPERATION(norm, NormKernel)
 PADDLE_DEVICE_OPERATION(one_hot, OneHotKernel)
 PADDLE_DEVICE_OPERATION(pow, PowKernel)
 PADDLE_DEVICE_OPERATION(prod, ProdKernel)
@@ -62,20 +69,22 @@ PADDLE_DEVICE_OPERATION(topk, TopkKernel)
 PADDLE_DEVICE_OPERATION(tril, TrilKernel)
 PADDLE_DEVICE_OPERATION(triu, TriuKernel)
 
-#if PADDLE_DEVICE_GRAPHS  // Paddle 3.3, which calls it otherwise than 3.2
+#if PADDLE_DEVICE_GRAPHS  // Paddle 3.3, which calls the norm otherwise than 3.2, and has the product with a bias
 PADDLE_DEVICE_OPERATION(fused_rms_norm_quant, RmsNormQuantKernel)
-using operation_fused_norm = operation_fused_rms_norm_quant;
+PADDLE_DEVICE_OPERATION(linear_v2, LinearV2Kernel)
+using FusedOperations = std::tuple<operation_fused_rms_norm_quant, operation_linear_v2>;
 #else
 PADDLE_DEVICE_OPERATION(rms_norm, RmsNormKernel)
-using operation_fused_norm = operation_rms_norm;
+using FusedOperations = std::tuple<operation_rms_norm>;
 #endif
 
 using FurtherOperations = std::tuple<
     operation_abs, operation_argmin, operation_bmm, operation_cos, operation_elementwise_pow, operation_embedding,
     operation_gather_nd, operation_index_put, operation_index_sample, operation_isinf, operation_log_softmax,
-    operation_logical_and, operation_logical_not, operation_logical_or, operation_logical_xor, operation_one_hot, operation_pow,
+    operation_logical_and, operation_logical_not, operation_logical_or, operation_logical_xor, operation_logsumexp, operation_norm,
+    operation_one_hot, operation_pow,
     operation_prod, operation_relu, operation_roll, operation_scatter_nd_add, operation_sigmoid, operation_sign, operation_sin,
     operation_softmax, operation_sqrt, operation_square, operation_swiglu, operation_tanh, operation_tile, operation_topk,
-    operation_tril, operation_triu, operation_fused_norm>;
+    operation_tril, operation_triu>;
 
 }  // namespace polyemu

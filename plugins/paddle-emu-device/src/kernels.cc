@@ -213,4 +213,5 @@ void register_all(std::tuple<Operations...>*) {
 void paddle_device::register_kernels() {
   polyemu::register_all(static_cast<AllOperations*>(nullptr));
   polyemu::register_all(static_cast<polyemu::FurtherOperations*>(nullptr));
+  polyemu::register_all(static_cast<polyemu::FusedOperations*>(nullptr));
 }

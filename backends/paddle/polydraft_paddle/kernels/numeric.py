@@ -59,7 +59,11 @@ def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 
 
 def _unit_and_gain(x: Tensor, gain: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-    """The factors of RMSNorm."""
+    """The factors of RMSNorm; where the place divides by the root of the sum of squares in one operation, the mean's part of that
+    is in the second."""
+    if fused.has("norm", x):
+        root = x.shape[-1] ** 0.5
+        return direct.norm(x, -1, eps * x.shape[-1], False)[0], direct.scale(gain, root, root if plus_one else 0.0, True)
     mean = direct.mean(direct.multiply(x, x), [-1], True)
     return direct.multiply(x, direct.rsqrt(direct.scale(mean, 1.0, eps, True))), gain + 1.0 if plus_one else gain
 
@@ -93,9 +97,15 @@ def linear(a: Any, n: int) -> None:
     """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
     wide = a.out.dtype  # logits are float32 whatever the activations are
     x, weight = (t if t.dtype == wide else direct.cast(t, wide) for t in (part(a.x, 0, n), a.weight))
-    into(a.out, n, direct.matmul, x, weight, False, True)
-    if a.bias is not None:
-        in_place(direct.add_, part(a.out, 0, n), a.bias if a.bias.dtype == wide else direct.cast(a.bias, wide))
+    if a.bias is None:
+        into(a.out, n, direct.matmul, x, weight, False, True)
+        return
+    bias = a.bias if a.bias.dtype == wide else direct.cast(a.bias, wide)
+    if fused.has("linear", x):
+        into(a.out, n, direct.linear_v2, x, weight, bias, True)
+    else:
+        into(a.out, n, direct.matmul, x, weight, False, True)
+        in_place(direct.add_, part(a.out, 0, n), bias)
 
 
 def rope_tables(a: Any, max_len: int) -> tuple[Tensor, Tensor]:
@@ -247,6 +257,8 @@ def _keys_and_values(a: Any, keys: Keys) -> tuple[Tensor, Tensor]:
 
 def softmax(scores: Tensor) -> Tensor:
     """Over the last axis; a NaN among the scores makes its row NaN, which Paddle's own softmax on the CPU hides."""
+    if fused.has("logsumexp", scores):
+        return direct.exp(direct.subtract(scores, direct.logsumexp(scores, [-1], True, False)))
     weights = direct.exp(direct.subtract(scores, direct.max(scores, [-1], True)))
     return direct.divide(weights, direct.sum(weights, [-1], None, True))
 

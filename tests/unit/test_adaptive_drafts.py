@@ -90,7 +90,7 @@ def test_acceptance_is_that_of_each_request_and_place() -> None:
     world.run(Always(5), 2, 400)
     for end in range(EVERY, 401, EVERY):  # as the policy looks: now and then, at the rounds since
         world.slots.num_rounds[:] = end
-        policy.acceptance.look(world.slots, np.arange(2))
+        policy.acceptance.look(world.slots, np.arange(2), EVERY)
     found = policy.acceptance.of(np.arange(2)).T
     assert np.abs(found[0] - rows[0]).max() < 0.25
     assert found[1, 0] < 0.4
@@ -105,7 +105,7 @@ def test_a_new_request_in_a_slot_begins_anew() -> None:
     assert policy.acceptance.of(np.array([1]))[0, 0] < 0.1
     world.slots.epoch[1] += 1
     world.slots.num_rounds[1] = 0
-    policy.acceptance.look(world.slots, np.array([1]))
+    policy.acceptance.look(world.slots, np.array([1]), 1)
     assert policy.acceptance.of(np.array([1]))[:, 0] == pytest.approx(everyone, abs=0.02)
 
 
@@ -197,8 +197,8 @@ def test_trials_are_few_where_nothing_changes() -> None:
     world.run(policy, 8, 3000)
     best = max(policy.rungs, key=world.chosen.count)
     late = world.chosen[1000:]
-    assert late.count(best) > 0.95 * len(late)
-    assert 5 in world.chosen, "nobody knew"
+    assert late.count(best) > 0.93 * len(late)
+    assert len(set(world.chosen[:300])) > 2, "nobody knew"
     assert 5 not in late, "it costs twice as much for what it brings"
 
 
@@ -214,16 +214,22 @@ def test_a_bucket_beside_a_known_one_needs_hardly_a_trial() -> None:
     assert max(changes) <= 4, "at most two trials, there and back"
 
 
-def test_a_trial_times_three_of_its_five_steps() -> None:
+def test_a_trial_times_the_steps_that_are_of_one_kind() -> None:
     world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD), late=1)
-    policy = world.adaptive()
-    while len(set(world.chosen)) < 2:
-        world.step(policy, 4)
-    tried = policy.rungs.index(world.chosen[-1])
-    world.run(policy, 4, TRIAL)
-    assert policy.times.steps[policy.times.buckets.index(4), tried] == TRIAL - SETTLING
-    exact = COSTS["weights"](Step(4, world.chosen[-2] + 1, 4 * (world.chosen[-2] + 1), world.chosen[-2], False))
-    assert policy.times.mean[policy.times.buckets.index(4), tried] == pytest.approx(exact, rel=0.05), "none of those between"
+    policy, counts, measured = world.adaptive(), [], StepTimes.measured
+
+    def count(times: StepTimes, bucket: int, rung: int, samples: list[float], now: int, spared: float = 0.0) -> None:
+        counts.append(len(samples))
+        measured(times, bucket, rung, samples, now, spared)
+
+    with mock.patch.object(StepTimes, "measured", count):
+        world.run(policy, 4, 300)
+    assert min(counts) == TRIAL - SETTLING
+    bucket = policy.times.buckets.index(4)
+    for rung, k in enumerate(policy.rungs):
+        if policy.times.steps[bucket, rung]:
+            exact = COSTS["weights"](Step(4, k + 1, 4 * (k + 1), k, False))
+            assert policy.times.mean[bucket, rung] == pytest.approx(exact, rel=0.01), "none of those between"
 
 
 @pytest.mark.parametrize("size", [1, 64])

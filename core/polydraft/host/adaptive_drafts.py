@@ -59,11 +59,12 @@ FIRST = 3
 """Drafts of the first steps at most, when nothing is known."""
 FAR = 512
 """Tokens still to write for which a request counts at most: ends that are further away are seldom reached."""
-FORGET, FORGET_ALL = 0.95, 0.9995
-"""What is left of a round's evidence after the next round: of its request, and of all requests."""
+FORGET, FORGET_ALL = 0.95, 0.98
+"""What is left of a round's evidence about its request after the next round, and about all requests after the next step: a place
+that nobody tries any more is soon taken to be like the one before it, which may have changed."""
 FORGET_IDLE = 0.99
 """What is left of a request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
-PRIOR, PRIOR_CHANCE = 8.0, 0.7
+PRIOR, PRIOR_CHANCE = 4.0, 0.7
 """Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
 
 # Spreads of the beliefs about times, in times of a step without drafts, but for those of rows.
@@ -71,13 +72,15 @@ SLOPE, SLOPES = 0.3, 0.3
 """What a draft costs, and how far off that may be."""
 CURVED, ROUGH = 0.1, 0.03
 """How far a rung may be off that line, together with its neighbours, and alone."""
-SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY = 0.08, 0.05, 0.03
+NO_PASS = 0.2
+"""How far a step without drafts may be off besides, which leaves out what all passes of a proposer have in common."""
+SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY = 0.08, 0.05, 0.03, 0.08
 """How much further in a bucket that is a doubling away."""
 SLOPES_STALE, ROUGH_STALE = 0.0015, 0.001
 """How much further after each step, and after `STAY` of them at most."""
 ROWS, ROWS_SPREAD, ROWS_AWAY, ROWS_STALE = 0.5, 0.4, 0.1, 0.001
 """The part of a draft's cost that is the row which verifies it, and the spreads of that."""
-UNSEEN = 0.004
+UNSEEN = 0.006
 """Spread of the pace of a rung, as a part of it, after each step that verified fewer drafts: texts change."""
 UNREST, NOISE = 0.02, 0.1
 """Change of the times of all rungs from one step to the next, and the spread of one step's time, until both are known."""
@@ -107,14 +110,15 @@ class StepTimes:
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
         self._level = np.append(np.ones(n), 0.0)
-        self._first = np.append(1.0 + SLOPE * np.array(rungs), ROWS), self._spread(SLOPES, CURVED, ROUGH, ROWS_SPREAD)
-        self._away = self._spread(SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, ROWS_AWAY)
-        self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, ROWS_STALE)
+        self._first = np.append(1.0 + SLOPE * np.array(rungs), ROWS), self._spread(SLOPES, CURVED, ROUGH, NO_PASS, ROWS_SPREAD)
+        self._away = self._spread(SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY)
+        self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE)
 
-    def _spread(self, slopes: float, curved: float, rough: float, rows: float) -> Array:
+    def _spread(self, slopes: float, curved: float, rough: float, no_pass: float, rows: float) -> Array:
         n, k = len(self.rungs), np.array(self.rungs, np.float64)
         cov = np.zeros((n + 1, n + 1))
         cov[:n, :n] = slopes**2 * np.outer(k, k) + curved**2 * np.exp(-(((k[:, None] - k) / 2.0) ** 2)) + rough**2 * np.eye(n)
+        cov[0, 0] += no_pass**2 * (self.rungs[0] == 0)
         cov[n, n] = rows**2
         return cov
 
@@ -210,8 +214,8 @@ class Acceptance:
         self._counts, self._all = np.zeros((2, k, b)), np.zeros((2, k))
         """Drafts that were accepted, and those that were reached: by place and slot, and by place."""
 
-    def look(self, slots: SlotTable, decode: Array) -> None:
-        """Count the rounds of these slots since the last look, at most the newest `LOOK`, and `MANY` of all together."""
+    def look(self, slots: SlotTable, decode: Array, steps: int) -> None:
+        """Count the rounds of these slots since the last look, `steps` ago: at most the newest `LOOK`, and `MANY` of all."""
         rounds = slots.num_rounds[decode]
         new = decode[self._epoch[decode] != slots.epoch[decode]]
         if new.size:
@@ -228,14 +232,14 @@ class Acceptance:
         skipped = FORGET_IDLE ** (rounds - self._seen[decode] - count)
         left = _LEFT[found[2]] * _LEFT_IDLE[count - found[2]] * skipped
         self._counts[:, :, decode] = self._counts[:, :, decode] * left + found[:2]
-        self._all = self._all * FORGET_ALL ** int(count.sum()) + found[:2].sum(axis=2)
+        self._all = self._all * FORGET_ALL**steps + found[:2].sum(axis=2)
         self._seen[decode] = rounds
 
     def of_all(self) -> list[float]:
         """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
         chances, before = [], PRIOR_CHANCE
         for accepted, reached in zip(*self._all.tolist(), strict=True):
-            before = (accepted + before) / (reached + 1.0)
+            before = (accepted + PRIOR * before) / (reached + PRIOR)
             chances.append(before)
         return chances
 
@@ -292,8 +296,8 @@ class AdaptiveDrafts:
         self._settled, self._left, self._pause = 0, 0, EVERY
         self._chosen = self._rung, False
         """The last rung that was not tried but chosen, and whether with windows."""
-        self._step, self._filed = 0, 0
-        """Steps so far, and at the last measurement."""
+        self._step, self._filed, self._looked = 0, 0, 0
+        """Steps so far, and when times and rounds were last filed."""
         self._stayed = [0] * len(self.times.buckets)
         """Steps of each bucket."""
         self._ran = [0] * len(self.rungs)
@@ -346,7 +350,8 @@ class AdaptiveDrafts:
         """Take what has the best pace, or what is worth a trial."""
         self._file()
         slots, decode = view.slots, view.decode
-        self.acceptance.look(slots, decode)
+        self.acceptance.look(slots, decode, self._step - self._looked)
+        self._looked = self._step
         mean, cov = self.times.belief(self._bucket, self._step)
         lasting = self.acceptance.lasting(decode, slots.window[decode])
         weights = (slots.max_total[decode] - slots.num_known[decode]).clip(1, FAR)

@@ -4,7 +4,9 @@ wrong in silence. The kit's own checks of them run around every backend that has
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ import pytest
 from polydraft.conformance.adequacy import audit
 from polydraft.conformance.collective_checks import checks, together
 from polydraft.conformance.harness import run_golden
+from polydraft.conformance.rank_jobs import terms
+from polydraft.conformance.rank_processes import Other, processes_of
 from polydraft.conformance.target import Target
 from polydraft.contracts import COLLECTIVES, REGISTRY, contract_named
 from polydraft.contracts.base import Contract
@@ -46,6 +50,27 @@ def test_cases_are_adequate(contract: Contract):
 def test_backends_with_ranks_pass(backend: str, check: Any):
     result = check.result(Target(BY_NAME[backend]))
     assert result.outcome == "pass", result.message
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_dies_fails_its_check_and_no_other(monkeypatch: pytest.MonkeyPatch):
+    """While ranks wait without end for each other's devices, as where opening one ends the process."""
+    ask = Other.ask
+
+    def die(self: Other, job: Any) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        ask(self, job)
+
+    target = Target("reference")
+    ranks, case = processes_of(target), (2, 1 << 16, 2.0, "run_sum", {"of": 2})
+    with monkeypatch.context() as there:
+        there.setattr(Other, "ask", die)
+        found = ranks.run(*case)
+    for error in found:
+        assert isinstance(error, DeviceError)
+        assert str(error).startswith("the process of rank 1 ended: SIGKILL, Killed")
+    left = [one["x"] for one in ranks.run(*case) if not isinstance(one, Exception)]
+    np.testing.assert_array_equal(left, [tree_sum(list(terms(2)))] * 2)
 
 
 def test_collectives_are_no_kernels():

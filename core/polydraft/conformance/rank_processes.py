@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import IO, Any, Final, NamedTuple
 import numpy as np
 
 from polydraft.backend import Collectives
-from polydraft.child_process import running
+from polydraft.child_process import ending, running
 from polydraft.conformance.rank_jobs import JOBS, Found
 from polydraft.conformance.target import Opened, Target
 from polydraft.errors import DeviceError, PolydraftError
@@ -114,17 +115,24 @@ class RankProcesses:
         """What a job leaves each of `size` ranks with. Ranks stay together while they are as many and none raises."""
         while len(self._others) < size - 1:
             self._others.append(Other(self._target, len(self._others) + 1))
+        others = self._others[: size - 1]
         if self._meeting is None or self._meeting[1:] != (size, capacity, patience_s):
             self._file = tempfile.NamedTemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  gone with this object
             self._file.truncate(Exchange.nbytes(size, capacity))
             self._meeting = Meeting(self._file.name, size, capacity, patience_s)
+            exchange = Exchange(mmap.mmap(self._file.fileno(), 0), 0, size, capacity)
+            for one in others:
+                one.meet_in(exchange)
         asked = self._meeting, job, values
-        others = self._others[: size - 1]
         for one in others:
             one.ask(asked)
         found = [self._first.do(*asked), *(one.answer() for one in others)]
         if any(isinstance(one, Exception) for one in found):
             self._meeting = None
+        for number, one in enumerate(others):
+            if one.ended:
+                one.end()
+                self._others[number] = Other(self._target, number + 1)
         return found
 
 
@@ -136,7 +144,8 @@ def _end(first: Rank, others: list[Other]) -> None:
 
 
 class Other:
-    """The process of a rank beside rank 0."""
+    """The process of a rank beside rank 0. A thread watches it: one that ends is a failure of all ranks, which wait without end
+    until each has a device."""
 
     def __init__(self, target: Mapping[str, Any], rank: int) -> None:
         out, inside = os.pipe()
@@ -148,6 +157,32 @@ class Other:
         assert self._process.stdin is not None, "it was asked for"
         self._pipe = self._process.stdin
         self._rank, self._answers = rank, FileIO(out)
+        self._exchange: Exchange | None = None
+        self._watcher = threading.Thread(target=self._watch, name=f"rank {rank} is watched", daemon=True)
+        self._watcher.start()
+
+    def meet_in(self, exchange: Exchange) -> None:
+        """Say there that the process has ended, if it does or has done so already."""
+        self._exchange = exchange
+        if self.ended:
+            self._say(exchange)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has."""
+        return self._process.poll() is not None
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if self._exchange is not None:
+            self._say(self._exchange)
+
+    def _say(self, exchange: Exchange) -> None:
+        with suppress(DeviceError):
+            exchange.fail(self._sentence())
+
+    def _sentence(self) -> str:
+        return f"the process of rank {self._rank} ended: {ending(self._process.wait())}"
 
     def ask(self, job: Any) -> None:
         """Have a job done."""
@@ -158,7 +193,7 @@ class Other:
         """What that left it with, or raised. A process that has ended is an error."""
         message = receive(self._answers)
         if not message:
-            return DeviceError(f"the process of rank {self._rank} ended")
+            return DeviceError(self._sentence())
         said = json.loads(message)
         if "error" in said:
             return DeviceError(said["error"]) if said["device"] else RuntimeError(said["error"])
@@ -173,6 +208,7 @@ class Other:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._watcher.join()
         self._answers.close()
 
 

@@ -5,7 +5,9 @@
 // processes with a device each. Sums are of float32, rank after rank, on every rank for itself. What is not here (`xccl_reduce`, for
 // one) Paddle refuses by name.
 
-#include <mutex>
+#include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <string>
 
 #include "collectives.h"
@@ -26,13 +28,27 @@ std::atomic<int64_t> patience_ms{-1};
 
 Communicator* of(C_CCLComm comm) { return reinterpret_cast<Communicator*>(comm); }
 
-size_t size_of(C_DataType type) {
+size_t size_of(C_DataType type) {  // 0: of no type that travels here
   switch (type) {
-    case BOOL: case UINT8: case INT8: return 1;
-    case UINT16: case INT16: case FLOAT16: case BFLOAT16: return 2;
-    case UINT32: case INT32: case FLOAT32: return 4;
-    case UINT64: case INT64: case FLOAT64: return 8;
-    default: return 0;
+    case BOOL:
+    case UINT8:
+    case INT8:
+      return 1;
+    case UINT16:
+    case INT16:
+    case FLOAT16:
+    case BFLOAT16:
+      return 2;
+    case UINT32:
+    case INT32:
+    case FLOAT32:
+      return 4;
+    case UINT64:
+    case INT64:
+    case FLOAT64:
+      return 8;
+    default:
+      return 0;
   }
 }
 
@@ -46,8 +62,8 @@ C_Status queue(Kind kind, size_t count, C_DataType type, size_t root, C_CCLComm 
   ++polyemu::counters().collectives;
   reinterpret_cast<polyemu::Stream*>(stream)->submit([=] {
     const int64_t step = said.step == nullptr ? 0 : *said.step;
-    const Note note{kind,        type, static_cast<int64_t>(root), static_cast<int64_t>(count), said.kind, said.launch, step,
-                    said.rows, said.bytes};
+    const auto elements = static_cast<int64_t>(count), from = static_cast<int64_t>(root);
+    const Note note{kind, type, from, elements, said.kind, said.launch, step, said.rows, said.bytes};
     work(*of(comm), note, bytes);
   });
   return C_SUCCESS;

@@ -100,7 +100,7 @@ os.kill(channel._process.pid, fatal)
 begin = time.monotonic()
 print(llm.generate(["x"], params)[0].error)
 assert time.monotonic() - begin < 20
-os.kill(channel._process.pid, signal.SIGKILL)
+channel._process.kill()
 llm.engine.close()
 """
 

@@ -16,7 +16,7 @@ from polydraft.conformance.pages import page
 from polydraft.conformance.report import Selection, conform
 from polydraft.conformance.target import Proxy, TableProxy, Target, wrap
 from polydraft.contracts import REGISTRY
-from polydraft.contracts.large import large_names
+from polydraft.contracts.large import large_names, large_sizes
 from polydraft.contracts.sizes import named
 from tests.conformance.doubles import BACKENDS
 from tests.support.depth import among
@@ -39,8 +39,7 @@ def test_what_is_wrong_at_large_sizes_dies_whatever_the_seed(mutant: Mutant, nam
 
 def test_one_that_is_right_at_every_listed_size_passes_all_but_surprises():
     (tuned,) = (mutant for mutant in SIZED if mutant.killer == "L2/linear/more-surprises")
-    broken, sizes = Target(tuned.broken(reference)), {f"{symbol}-{size}" for symbol, size in large_names(REGISTRY["linear"])}
-    sizes |= {named(several) for several in REGISTRY["linear"].together}
+    broken, sizes = Target(tuned.broken(reference)), {named(sizes) for sizes in large_sizes(REGISTRY["linear"])}
     mine = {check.id.split("/")[2]: check for check in checks(Options()) if check.kernel == "linear"}
     assert {mine[name].result(broken).outcome for name in (*sizes, "seeds", "one_row")} == {"pass"}
     result = mine["more-surprises"].result(broken)
@@ -50,13 +49,12 @@ def test_one_that_is_right_at_every_listed_size_passes_all_but_surprises():
 
 # -- which of them run where -----------------------------------------------------------------------------
 def test_basic_has_one_large_case_a_contract_and_what_is_above_it_all():
-    listed = {f"L2/{contract.name}/{symbol}-{size}" for contract in REGISTRY for symbol, size in large_names(contract)}
+    listed = {f"L2/{contract.name}/{named(sizes)}" for contract in REGISTRY for sizes in large_sizes(contract)}
     first = {f"L2/{contract.name}/{symbol}-{size}" for contract in REGISTRY for symbol, size in [next(large_names(contract))]}
     basic, graph, full = ({check.id for check in of_profile(profile)} for profile in ("basic", "graph", "full"))
-    several = {f"L2/{contract.name}/{named(sizes)}" for contract in REGISTRY for sizes in contract.together}
-    assert several
-    assert basic & (listed | several) == first
-    assert graph >= listed | several <= full
+    assert {"L2/linear/N-129+I-4099+O-4099", "L2/linear/N-1+I-28672"} < listed
+    assert basic & listed == first
+    assert graph >= listed <= full
     for contract in REGISTRY:
         assert f"L2/{contract.name}/surprises" in basic
         assert f"L2/{contract.name}/more-surprises" in full - basic

@@ -28,7 +28,7 @@ from polydraft.conformance.vendor import Conformance
 from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.compare import Comparison, Mismatch
 from polydraft.contracts.composite import as_contract
-from polydraft.contracts.sizes import HIDDEN, PASS_ROWS
+from polydraft.contracts.large import large_sizes, several_large
 from polydraft.errors import ConfigError, PluginError
 from tests.support.project import ROOT
 
@@ -154,8 +154,9 @@ def test_every_contract_can_be_checked_alone(name: str):
 
 def test_a_function_that_writes_in_place_in_memory_of_its_own():
     found = check_kernel("residual_add", residual_add, up, down)
-    large = [f"N-{rows}" for rows in reversed(PASS_ROWS.steps)] + [f"H-{width}" for width in reversed(HIDDEN.steps)]
-    assert len(found) == len(named_cases(REGISTRY["residual_add"])) + 20 + len(large)
+    kernel = REGISTRY["residual_add"]
+    large = [several_large(kernel, sizes).name for sizes in large_sizes(kernel)]
+    assert len(found) == len(named_cases(kernel)) + 20 + len(large)
     assert [one.case for one in found[-len(large) :]] == large
     assert check_kernel("residual_add", residual_add, up, down, case="H-4000")[0].elements == 2 * 12 * 4000
     assert check_kernel("residual_add", residual_add, up, down, case="seed-123")[0].case == "seed-123"

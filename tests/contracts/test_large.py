@@ -17,10 +17,22 @@ from polydraft.contracts.compare import NORMAL, compare
 from polydraft.contracts.inputs import Kernel, arrays, contract_of, default_cases, limits_of, namespace, symbols
 from polydraft.contracts.kernels.argmax import best_first, highest
 from polydraft.contracts.kernels.sample import MANY_KEPT
-from polydraft.contracts.large import called, large, large_names, of_model, repeated, several_large, sizes_of, surprise
+from polydraft.contracts.large import (
+    called,
+    large,
+    large_names,
+    large_packed,
+    large_sizes,
+    of_model,
+    repeated,
+    several_large,
+    sizes_of,
+    surprise,
+)
+from polydraft.contracts.packing import PACKINGS, PackedWeight
 from polydraft.contracts.sizes import MODELS
 from polydraft.device import Array
-from tests.support.depth import deep
+from tests.support.depth import among, deep
 
 CONTRACTS = list(REGISTRY)
 KERNELS: list[Kernel] = [*CONTRACTS, *COMPOSITES.values()]
@@ -83,6 +95,26 @@ def test_a_case_with_several_large_sizes_has_them_all(contract: Contract, sizes:
     assert called(contract, case.name) is not None
     assert case.name == "+".join(f"{symbol}-{size}" for symbol, size in sizes.items())
     assert all(size <= found[symbol] <= size + 2 for symbol, size in sizes.items())
+
+
+ALONE = [(kernel, sizes) for kernel in KERNELS for sizes in large_sizes(kernel) if sizes.get("N") == 1]
+
+
+@pytest.mark.parametrize(("kernel", "sizes"), among(ALONE[::8], ALONE), ids=named)
+def test_a_row_alone_carries_something(kernel: Any, sizes: dict[str, int]):
+    case = several_large(kernel, sizes)
+    assert case.n == 1
+    assert all(case.arrays[name][0] >= 0 for name in ("row_slot", "index") if name in case.arrays)
+
+
+@pytest.mark.parametrize("packing", among(["int4-group32"], PACKINGS))
+@pytest.mark.parametrize("name", ["linear", "expert_mlp"])
+def test_packed_matrices_are_large_along_each_axis(name: str, packing: str):
+    cases = list(large_packed(REGISTRY[name], packing))
+    weights = [one for case in cases for one in case.arrays.values() if isinstance(one, PackedWeight)]
+    assert {case.n == 1 for case in cases} == {True, False}
+    assert {weight.packing.name for weight in weights} == {packing}
+    assert all(max(weight.shape[axis] for weight in weights) > 1000 for axis in (-1, -2))
 
 
 @pytest.mark.parametrize(

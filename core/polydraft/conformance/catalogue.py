@@ -39,7 +39,7 @@ from polydraft.contracts.features import FEATURES, with_base
 
 MAY_BE_UNSUPPORTED: Final = (
     "other-dtypes", "invariant-mode", "row-alone", "two-streams", "event-of-another-stream", "rebinding", "distribution",
-    "large-other-modes",
+    "large-other-modes", "launches-of-other-devices-return",
 )  # fmt: skip
 """Checks that hang on what a backend declares or has; whoever has it has to pass them, nobody has to have it."""
 

@@ -28,7 +28,8 @@ from polydraft.contracts.stacking import stacked
 from polydraft.errors import DeviceError
 from polydraft.ranks import Exchange, Group
 
-CAPACITY: Final = 1 << 16
+CAPACITY: Final = 1 << 20
+"""Bytes that a rank brings to a launch at most."""
 PATIENCE_S, SHORT_S = 2.0, 0.3
 """Seconds that a rank waits for the others; where one will not come."""
 MOST_RANKS: Final = 8

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance import core_faults, kv_faults, leaf_faults, packing_faults, rank_faults, size_faults
+from polydraft.conformance import core_faults, kv_faults, leaf_faults, mode_faults, packing_faults, rank_faults, size_faults
 from polydraft.conformance import fault_injection as by
 from polydraft.conformance import hidden_faults as hidden
 from polydraft.conformance import lifetime_faults as lifetime
@@ -1244,8 +1245,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L6/memory-of-launches/swiglu",
         by.launched("swiglu", hidden.keeping_elsewhere),
     ),
-    _sized("M140", "pack_rows", "L-40009", size_faults.positions_beyond_32767, "planted by a tester"),
-    _sized("M141", "rope_kv_write", "MB-2503", size_faults.angles_beyond_32767, "planted by a tester"),
+    _sized("M140", "pack_rows", "L-131101", size_faults.positions_beyond_32767, "planted by a tester"),
+    _sized("M141", "rope_kv_write", "MB-8209", size_faults.angles_beyond_32767, "planted by a tester"),
     Mutant(
         "M142",
         "weights that are lost in sleep",
@@ -1570,6 +1571,192 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L5/ranks/new-weights",
         core_faults.keeps_its_old_weights,
         "ranks_in_process",
+    ),
+    _sized("M270", "linear", "N-1+I-28672", size_faults.few_rows_of_many_inputs, ATTACKER),
+    _sized("M271", "argmax", "N-1+V-152064", size_faults.one_row_of_a_large_vocabulary, ATTACKER),
+    _sized("M272", "pack_rows", "L-131101", size_faults.positions_beyond_65535, ATTACKER),
+    Mutant(
+        "M273",
+        "products with packed matrices end behind 1024 inputs",
+        ATTACKER,
+        "L2/linear/large-packed",
+        C("linear", size_faults.packed_inputs_beyond_1024),
+        "weight_packings",
+    ),
+    Mutant(
+        "M274",
+        "experts with packed matrices end behind 1024 features",
+        ATTACKER,
+        "L2/expert_mlp/large-packed",
+        C("expert_mlp", size_faults.packed_widths_beyond_1024),
+        "expert_packings",
+    ),
+    Mutant(
+        "M275",
+        "windows of more than 512 keys are none",
+        ATTACKER,
+        "L2/paged_attention/sliding-window",
+        by.rebound("paged_attention", size_faults.no_windows_beyond_512),
+        "sliding_window",
+    ),
+    _of_ranks(
+        "M276", "all_reduce", "all_reduce", "sums end behind 4096 columns", ATTACKER, size_faults.columns_beyond_4096_of_ranks
+    ),
+    _of_ranks("M277", "argmax_pair", "argmax_pair", "places in 15 bits", ATTACKER, size_faults.shares_beyond_32767),
+    Mutant(
+        "M280",
+        "weights can be refilled once",
+        ATTACKER,
+        "L0/weights-refill-in-place",
+        lifetime.refilled_once,
+        "update_weights",
+    ),
+    Mutant(
+        "M281",
+        "a device that wakes with the weights that it was given first",
+        ATTACKER + "; weights are replaced between two sleeps in training",
+        "L5/sleep/new-weights",
+        lifetime.first_weights_come_back,
+        "sleep",
+    ),
+    Mutant(
+        "M282",
+        "sleep of one engine takes what others have",
+        ATTACKER,
+        "L5/sleep/beside-another-engine",
+        lifetime.asleep_together,
+        "sleep",
+    ),
+    Mutant(
+        "M283",
+        "weights and caches outlive their device",
+        ATTACKER,
+        "L6/memory-of-devices",
+        lifetime.outliving,
+    ),
+    Mutant(
+        "M284",
+        "graphs beyond the 32nd are the first",
+        ATTACKER,
+        "L3/replay/many-graphs",
+        by.with_capture(lambda facility, device: lifetime.FewGraphs(facility)),
+        "graph_capture",
+    ),
+    Mutant(
+        "M285",
+        "caches beyond the 32nd of a form are the first",
+        ATTACKER + "; models have up to 126 layers",
+        "L2/rope_kv_write/many-layers",
+        lifetime.layers_beyond_32,
+    ),
+    Mutant(
+        "M286",
+        "graphs leave out what is stored in quantised rows",
+        ATTACKER,
+        "L3/kernel/rope_kv_write",
+        mode_faults.left_out_of_graphs(partial(mode_faults.over_quantised_rows, "rope_kv_write")),
+        "graph_capture",
+        moot="a backend without quantised rows has none to leave out",
+    ),
+    Mutant(
+        "M287",
+        "graphs leave out a fused kernel",
+        ATTACKER,
+        "L3/kernel/gumbel_noise+sample",
+        mode_faults.left_out_of_graphs(partial(by.launched, "gumbel_noise+sample")),
+        "graph_capture",
+    ),
+    Mutant(
+        "M288",
+        "products with packed matrices finish the queue",
+        ATTACKER + "; matrices unpacked on the host",
+        "L4/launch-returns/linear",
+        mode_faults.with_packed_weights("linear", hidden.finishing),
+        "asynchronous",
+        moot="a backend without packed weights has no such products",
+    ),
+    Mutant(
+        "M289",
+        "memory that products with packed matrices keep",
+        ATTACKER,
+        "L6/memory-of-launches/linear",
+        mode_faults.with_packed_weights("linear", hidden.keeping),
+        "weight_packings",
+    ),
+    Mutant(
+        "M290",
+        "a fused kernel whose first result is returned for ever",
+        ATTACKER,
+        "L2/gumbel_noise+sample/new-contents",
+        by.launched("gumbel_noise+sample", by.once),
+    ),
+    Mutant(
+        "M291",
+        "row-invariant kernels whose first result is returned for ever",
+        ATTACKER,
+        "L2/swiglu/many-launches",
+        mode_faults.on_devices(mode_faults.row_invariant, table=mode_faults.first_result("swiglu")),
+        "row_invariant",
+    ),
+    Mutant(
+        "M292",
+        "in 16 bits the first result is returned for ever",
+        ATTACKER,
+        "L2/swiglu/many-launches",
+        mode_faults.on_devices(mode_faults.in_16_bits, table=mode_faults.first_result("swiglu")),
+        moot="a backend of float32 alone computes in no other dtype",
+    ),
+    Mutant(
+        "M293",
+        "memory that uploads keep unless kernels are row-invariant",
+        ATTACKER + "; whole engines were tried row-invariant where that is declared",
+        "L6/memory-of-steps",
+        mode_faults.on_devices(mode_faults.plain, device=hidden.KeepingUploads),
+    ),
+    Mutant(
+        "M294",
+        "attention whose last bit depends on how many rows are launched",
+        ATTACKER + "; keys parted among more threads where rows are few",
+        "L2/paged_attention/row-alone",
+        by.spoiled("paged_attention", mode_faults.an_ulp_among_many),
+        "row_invariant",
+    ),
+    Mutant(
+        "M295",
+        "long sums whose last bit depends on how many rows are launched",
+        ATTACKER + "; another tile where rows are many",
+        "L2/linear/large-row-alone",
+        by.spoiled("linear", mode_faults.an_ulp_among_many_of_long_sums),
+        "row_invariant",
+    ),
+    Mutant(
+        "M296",
+        "long sums whose last bit changes from launch to launch",
+        ATTACKER + "; atomic additions",
+        "L2/linear/large-repeat",
+        by.spoiled("linear", mode_faults.ByTurns()),
+    ),
+    Mutant(
+        "M297",
+        "a kernel that keeps something in the workspace",
+        ATTACKER + "; counters that have to be 0 when a kernel begins",
+        "L2/swiglu/new-contents",
+        by.with_table(lambda table, device: {"swiglu": mode_faults.Marking(table.providers["swiglu"], device)}),
+    ),
+    Mutant(
+        "M299",
+        "scales of packed weights that are lost in sleep",
+        ATTACKER,
+        "L5/sleep/packed-weights",
+        lifetime.packed_weights_lost_asleep,
+        "sleep",
+    ),
+    Mutant(
+        "M300",
+        "an epsilon taken from a binding of the same shapes",
+        ATTACKER + "; kernels compiled once a shape",
+        "L2/combine_draft_inputs/other-parameters",
+        mode_faults.by_form("combine_draft_inputs", "eps"),
     ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""

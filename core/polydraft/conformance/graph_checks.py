@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from polydraft.conformance import refill
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.device_checks import read
-from polydraft.conformance.harness import Bound, held, run_golden
+from polydraft.conformance.harness import held, run_golden
 from polydraft.conformance.kernel_checks import moved_on, pairs
 from polydraft.conformance.lossless_checks import K, drafts_per_step, run
+from polydraft.conformance.modes import Mode, first_mode, further_modes
 from polydraft.conformance.probe import NUM_TOKENS, prompts
 from polydraft.conformance.serving import Ask
 from polydraft.conformance.target import Opened, Target
 from polydraft.conformance.wear import FEW, LAUNCHES, Use, worn
-from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Contract, Limits
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.base import Case, Limits
+from polydraft.contracts.composite import Composite
+from polydraft.contracts.inputs import Kernel, contract_of
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.device import Graph, GraphCapture, Stream
 from polydraft.engine import Engine
@@ -32,21 +35,25 @@ from polydraft.errors import PolydraftError
 from polydraft.instruments.allocations import Allocations
 
 NEEDS = ("graph_capture",)
+GRAPHS: Final = 96
+"""Graphs that are alive at once."""
 LIMITS = Limits(1, 1, 8, 8, 16, 4, 4, 4, 1, 8)
 
 
 def checks() -> Iterator[Check]:
     """Every check of L3."""
-    for contract in REGISTRY:
-        if not contract.unit.endswith("_updates"):  # staged writes are never captured
-            run = partial(_kernel, contract)
-            yield Check(f"L3/kernel/{contract.name}", run, NEEDS, contract.name, features=contract.features)
+    for kernel in (*REGISTRY, *COMPOSITES.values()):
+        if not contract_of(kernel).unit.endswith("_updates"):  # staged writes are never captured
+            whole = isinstance(kernel, Composite)
+            run = partial(_kernel, kernel)
+            yield Check(f"L3/kernel/{kernel.name}", run, NEEDS, kernel.name, optional=whole, features=kernel.features)
     for name, function in (
         ("capture/runs-nothing", _capture_runs_nothing),
         ("capture/refuses-a-wait", _refuses_wait),
         ("capture/refuses-an-allocation", _refuses_allocation),
         ("replay/new-contents", _new_contents),
         ("replay/two-graphs", _two_graphs),
+        ("replay/many-graphs", _many_graphs),
         ("replay/rebinding", _rebinding),
         ("engine/bucket-edges", _edges),
         ("engine/shrinking-batch", _shrinking),
@@ -66,23 +73,42 @@ def uncapturable(opened: Opened, target: Target) -> frozenset[str]:
     return opened.table.uncapturable.union(target.info.capabilities.uncapturable)
 
 
-def _kernel(kernel: Contract, target: Target, tally: Tally) -> None:
-    """Captured over one case, then replayed and launched by turns over another of the same form, too: the golden's result, and
-    the bits of what was launched before the capture."""
-    opened, capture = _graphs(target)
-    if kernel.name in uncapturable(opened, target):
+def _kernel(kernel: Kernel, target: Target, tally: Tally) -> None:
+    """Captured over one case, then replayed and launched by turns over another of the same form, too, in every mode: the golden's
+    result, and the bits of what was launched before the capture."""
+    first, graphs = first_mode(target), _graphs(target)
+    for place, cases in enumerate(pairs(kernel.name, target.info.capabilities.row_order)):
+        _captured(kernel, first, cases, FEW if place else 2 * LAUNCHES, graphs, target, tally)
+    for mode in further_modes(kernel, target.info.capabilities):
+        of_mode = graphs if mode.on_first_device(target) else _graphs(target, mode)
+        _captured(kernel, mode, mode.cases(kernel, target), FEW, of_mode, target, tally)
+        if of_mode is not graphs:
+            of_mode[0].device.close()
+
+
+def _captured(
+    kernel: Kernel,
+    mode: Mode,
+    pair: tuple[Case, Case],
+    count: int,
+    graphs: tuple[Opened, GraphCapture],
+    target: Target,
+    tally: Tally,
+) -> None:
+    """One binding in one mode, captured once."""
+    (opened, capture), (one, other) = graphs, pair
+    without = uncapturable(opened, target)
+    if without.intersection(kernel.name.split("+")):
         raise Unsupported(f"{kernel.name} is declared uncapturable")
-    act, stream = target.info.capabilities.dtypes[0], opened.device.stream
-    meta = None if "forward_meta" in uncapturable(opened, target) else opened.init_meta
-    for place, (one, other) in enumerate(pairs(kernel.name, target.info.capabilities.row_order)):
-        cases = [one, other] if one.n == other.n else [other, moved_on(other)]  # a graph has one launch length
-        bound = Bound(kernel, cases[0], opened.device, opened.table, act=act, init_meta=meta)
-        launch = partial(bound.launch, stream)
-        first = worn(kernel, cases, bound, {"launched before a capture": launch}, tally, products=opened.products, count=FEW)
-        graph = capture.capture(stream, partial(launch, cases[0].n))
-        uses: dict[str, Use] = {"replayed": partial(_replay, graph, stream), "launched behind a capture": launch}
-        count = FEW if place else 2 * LAUNCHES
-        worn(kernel, cases, bound, uses, tally, products=opened.products, count=count, first=first)
+    cases = [one, other] if one.n == other.n else [other, moved_on(other)]  # a graph has one launch length
+    bound = mode.bound(kernel, cases[0], opened, None if "forward_meta" in without else opened.init_meta)
+    stream, products = opened.device.stream, opened.products
+    launch = partial(bound.launch, stream)
+    before: dict[str, Use] = {f"launched before a capture, {mode.name}": launch}
+    first = worn(kernel, cases, bound, before, tally, products=products, count=FEW)
+    graph = capture.capture(stream, partial(launch, cases[0].n))
+    uses: dict[str, Use] = {f"replayed, {mode.name}": partial(_replay, graph, stream), "launched behind a capture": launch}
+    worn(kernel, cases, bound, uses, tally, products=products, count=count, first=first)
 
 
 def _replay(graph: Graph, stream: Stream, n: int) -> None:
@@ -91,9 +117,9 @@ def _replay(graph: Graph, stream: Stream, n: int) -> None:
     graph.replay(stream)
 
 
-def _graphs(target: Target) -> tuple[Opened, GraphCapture]:
+def _graphs(target: Target, mode: Mode | None = None) -> tuple[Opened, GraphCapture]:
     """A fresh device with its capture facility, which is asked for once a device."""
-    opened = target.open()
+    opened = target.open() if mode is None else target.open(dtype=mode.act, row_invariant=mode.row_invariant)
     return opened, target.plugins.graph_capture(opened.device)
 
 
@@ -191,6 +217,21 @@ def _two_graphs(target: Target, tally: Tally) -> None:
     tally.equal("what the first graph added to", one.value(), 4.0)
     tally.equal("what the second graph added to", other.value(), 48.0)
     tally.true(f"memory() counts bytes of graphs, got {capture.memory()}", capture.memory() >= 0)
+
+
+def _many_graphs(target: Target, tally: Tally) -> None:
+    """As many graphs alive as an engine has of all its batches and numbers of drafts, each over buffers of its own, replayed in
+    random order: each is for itself."""
+    opened, capture = _graphs(target)
+    dtype, rng = target.info.capabilities.dtypes[0], np.random.default_rng(GRAPHS)
+    each = [_Adding(opened, dtype) for _ in range(GRAPHS)]
+    graphs = [capture.capture(opened.device.stream, adding.run) for adding in each]
+    for place, adding in enumerate(each):
+        adding.fill(0.0, 1.0 + place % 8)
+    for place in rng.permutation(np.repeat(np.arange(GRAPHS), 2)):
+        graphs[place].replay(opened.device.stream)
+    for place, adding in enumerate(each):
+        tally.equal(f"what graph {place + 1} of {GRAPHS} added to in two replays", adding.value(), 2.0 * (1 + place % 8))
 
 
 def _rebinding(target: Target, tally: Tally) -> None:

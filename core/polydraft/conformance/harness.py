@@ -50,6 +50,9 @@ T = TypeVar("T")
 TIPPED: Final = 1.5
 """Quanta by which a stored key may be off: where its row's exponent is one higher, half a quantum there and half one here."""
 
+SCRIBBLED: Final = (0x5A, 0x00, 0xFF)
+"""Bytes that other launches leave in a workspace, in turn."""
+
 InitMeta = Callable[[Device, PassBuffers, Limits], ForwardMeta]
 """The hook `polydraft_init_forward_meta` of a backend."""
 
@@ -267,7 +270,8 @@ class Bound:
         if provider is None:
             known = ", ".join(sorted(table.providers))
             raise ContractError(f"{contract.key} has no provider, got {known or 'none'}; add it to the backend's kernels")
-        self.kernel, self.contract, self.device, self.act, self._table = kernel, contract, device, act, table
+        self.kernel, self.contract, self.device, self.act, self.kv, self._table = kernel, contract, device, act, kv, table
+        self._written = 0
         self.stream = device.stream if stream is None else stream
         limits = limits_of(contract, case)
         self._values = _buffers(contract, case, device, table, act, kv)
@@ -281,6 +285,8 @@ class Bound:
         nbytes = provider.workspace_bytes(args, limits)
         workspace = DeviceWorkspace(device.empty(f"{kernel.name}.workspace", (nbytes,), "u8"), nbytes) if nbytes else None
         self.launch = provider.bind(args, limits, workspace)
+        self._workspace = workspace
+        self._scribble()
         specs = contract.args.specs()
         self._tensors = _tensors_of(contract, self._values)
         self._caches = [name for name, spec in specs.items() if isinstance(spec, OpaqueSpec) and spec.kind == "cache"]
@@ -297,11 +303,18 @@ class Bound:
         for meta in self.metas.values():
             meta.fill(self.stream, step)
 
+    def _scribble(self) -> None:
+        """Leave in the workspace what another launch might."""
+        if self._workspace is not None:
+            self._written += 1
+            buffer, nbytes = self._workspace.buffer, self._workspace.nbytes
+            self.device.load(buffer, np.full(nbytes, SCRIBBLED[self._written % len(SCRIBBLED)], np.uint8))
+
     def load(self, case: Case) -> None:
-        """Put the contents of another case of the same form in the place of whatever the buffers hold now, poison in outputs, and
-        fill the metadata for it. Weights stay as they are. Waits."""
+        """Put the contents of another case of the same form in the place of whatever the buffers hold now, poison in outputs,
+        anything in the workspace, and fill the metadata for it. Weights stay as they are. Waits."""
         if id(case) not in self._contents:
-            a = namespace(self.contract, case, self.act)
+            a = namespace(self.contract, case, self.act, kv=self.kv)
             found, dtypes = arrays(self.contract, a), {n: dtype_of(self.contract, case, n, self.act) for n in self._tensors}
             caches = {n: getattr(a, n) for n in self._caches}
             self._contents[id(case)] = case, {n: to_host(found[n], dtypes[n]) for n in self._tensors}, caches
@@ -311,6 +324,7 @@ class Bound:
             self.device.load(self._tensors[name], array)
         for name, cache in caches.items():
             self._values[name].write_logical(cache.k.astype(np.float32), cache.v.astype(np.float32))
+        self._scribble()
         self.fill(_step_of(case))
 
     def refill(self, case: Case) -> None:

@@ -20,13 +20,13 @@ from polydraft.conformance.check import Check, Tally, Unsupported, Wrong
 from polydraft.conformance.harness import check_kernel, run_golden, run_kernel
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import COMPOSITES, REGISTRY
-from polydraft.contracts.base import Case, Contract, OpaqueSpec, ParamSpec, TensorSpec
+from polydraft.contracts.base import Case, Contract, OpaqueSpec, TensorSpec
 from polydraft.contracts.compare import Expected
 from polydraft.contracts.composite import Composite, Expansion
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Kernel, contract_of, generated, kernel_of, optional_cases
 from polydraft.contracts.kernels.rope_kv_write import border_case
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
-from polydraft.contracts.large import large, large_sizes, models, of_model, several_large, sizes_of, surprise
+from polydraft.contracts.large import large, large_packed, large_sizes, models, of_model, several_large, sizes_of, surprise
 from polydraft.contracts.packing import PACKINGS
 from polydraft.contracts.sizes import Sizes, named
 from polydraft.sentinels import Phase
@@ -90,18 +90,26 @@ def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[
         yield check("larger-bucket", _larger_bucket)
     if _has_free_rows(kernel):
         yield check("permuted-rows", _permuted)
-    if _is_float(kernel):
+    if is_float(kernel):
         yield check("other-dtypes", _other_dtypes, options)
         yield check("invariant-mode", _invariant_mode, needs=("row_invariant",))
-    yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if _has_cache(kernel) else ()))
-    packings = PACKINGS if kernel.packed_cases else ()
-    yield from (check(f"packed-{one}", _packed, one, needs=(contract_of(kernel).packings,)) for one in packings)
-    for capability in contract_of(kernel).optional_cases:
-        yield check(capability.replace("_", "-"), _optional, capability, needs=(capability,))
+        yield check("large-repeat", _large_repeat, basic=False)
     if _is_rowwise(kernel):
         yield check("row-alone", _row_alone, needs=("row_invariant",))
-    if kernel.grows and (_is_float(kernel) or _has_cache(kernel)):
+        yield check("large-row-alone", _large_row_alone, needs=("row_invariant",), basic=False)
+    if kernel.grows and (is_float(kernel) or has_cache(kernel)):
         yield check("large-other-modes", _large_other_modes, basic=False)
+    yield from _of_declared(kernel, check)
+
+
+def _of_declared(kernel: Contract, check: Callable[..., Check]) -> Iterator[Check]:
+    """Those of capabilities: quantised rows, packed weights, and what only some kernels of a contract can do."""
+    yield from (check(f"kv-{kv}", _quantised, kv, needs=("kv_dtypes",)) for kv in (KV_DTYPES if has_cache(kernel) else ()))
+    if kernel.packed_cases:
+        yield from (check(f"packed-{one}", _packed, one, needs=(kernel.packings,)) for one in PACKINGS)
+        yield check("large-packed", _large_packed, needs=(kernel.packings,), basic=False)
+    for capability in kernel.optional_cases:
+        yield check(capability.replace("_", "-"), _optional, capability, needs=(capability,))
 
 
 def _asked(kernel: Kernel, options: Options) -> Iterator[tuple[Any, ...]]:
@@ -280,10 +288,10 @@ def _largest(kernel: Kernel) -> Iterator[Case]:
 def _large_other_modes(kernel: Contract, target: Target, tally: Tally) -> None:
     """The largest cases in every further dtype, by the kernels of a row-invariant engine, and over quantised KV rows."""
     capabilities = target.info.capabilities
-    first, others = capabilities.dtypes[0], capabilities.dtypes[1:] if _is_float(kernel) else ()
+    first, others = capabilities.dtypes[0], capabilities.dtypes[1:] if is_float(kernel) else ()
     modes: list[tuple[str, bool, Kv]] = [(dtype, False, "") for dtype in others]
-    modes += [(first, True, "")] if capabilities.row_invariant and _is_float(kernel) else []
-    modes += [(first, False, kv) for kv in KV_DTYPES if kv in capabilities.kv_dtypes and _has_cache(kernel)]
+    modes += [(first, True, "")] if capabilities.row_invariant and is_float(kernel) else []
+    modes += [(first, False, kv) for kv in KV_DTYPES if kv in capabilities.kv_dtypes and has_cache(kernel)]
     if not modes:
         raise Unsupported("it computes in one way alone")
     for act, invariant, kv in modes:
@@ -294,7 +302,7 @@ def _large_other_modes(kernel: Contract, target: Target, tally: Tally) -> None:
 
 def _model(kernel: Kernel, model: str, target: Target, tally: Tally) -> None:
     """All the sizes of a published model at once, in every dtype."""
-    for dtype in target.info.capabilities.dtypes if _is_float(kernel) else target.info.capabilities.dtypes[:1]:
+    for dtype in target.info.capabilities.dtypes if is_float(kernel) else target.info.capabilities.dtypes[:1]:
         opened, act = opened_for(target, kernel, dtype)
         case = legal(of_model(kernel, model), target.info.capabilities.row_order)
         _run(kernel, case, opened, tally, act=act, command=target.command)
@@ -327,10 +335,14 @@ def _repeat(kernel: Contract, target: Target, tally: Tally) -> None:
     if kernel.deterministic == "none":
         raise Unsupported("the contract promises no determinism")
     opened, act = opened_for(target, kernel)
-    case = _generated(kernel, 1, target)
+    _same_again(kernel, _generated(kernel, 1, target), opened, tally, act=act)
+
+
+def _same_again(kernel: Contract, case: Case, opened: Opened, tally: Tally, *, act: str) -> None:
+    """A case twice, to the bit."""
     first, second = (run_kernel(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta) for _ in range(2))
     for name in first:
-        tally.same_bits(f"{name} of the second run", second[name], first[name])
+        tally.same_bits(f"{name} of the second run (case {case.name})", second[name], first[name])
 
 
 def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
@@ -347,12 +359,12 @@ def _guard_bands(kernel: Contract, target: Target, tally: Tally) -> None:
 
 @cache
 def pairs(name: str, row_order: RowOrder) -> tuple[tuple[Case, Case], ...]:
-    """Pairs of cases of one form and other contents of the contract `name`; where there is none, a case and the same with the
-    rows of its floats moved on."""
-    kernel = REGISTRY[name]
+    """Pairs of cases of one form and other contents of the contract or composite `name`; where there is none, a case and the same
+    with the rows of its floats moved on."""
+    kernel = kernel_of(name)
     pool: dict[object, list[Case]] = {}
     drawn = (random_case(kernel, seed) for seed in range(MOST_SEEDS))  # no more of them than it takes
-    for number, case in enumerate(chain(kernel.cases(), drawn)):
+    for number, case in enumerate(chain(named_cases(kernel), drawn)):
         if case.n:
             pool.setdefault(_form(case), []).append(legal(case, row_order))
         if number > SEEDS and any(len(group) > 1 for group in pool.values()):
@@ -413,7 +425,7 @@ def _larger_bucket(kernel: Contract, target: Target, tally: Tally) -> None:
         _run(kernel, larger(kernel, _generated(kernel, seed, target)), opened, tally, act=act, command=target.command)
 
 
-def _is_float(kernel: Kernel) -> bool:
+def is_float(kernel: Kernel) -> bool:
     """Whether the activation dtype matters."""
     specs = contract_of(kernel).args.specs().values()
     return any(isinstance(s, OpaqueSpec) or (isinstance(s, TensorSpec) and s.dtype in FLEXIBLE) for s in specs)
@@ -457,7 +469,7 @@ def _permuted(kernel: Contract, target: Target, tally: Tally) -> None:
         _run(kernel, replace(case, arrays=moved, name=f"permuted seed {seed}"), opened, tally, act=act, command=target.command)
 
 
-def _has_cache(kernel: Kernel) -> bool:
+def has_cache(kernel: Kernel) -> bool:
     """Whether it reads or writes KV rows."""
     return any(isinstance(s, OpaqueSpec) and s.kind == "cache" for s in contract_of(kernel).args.specs().values())
 
@@ -490,7 +502,7 @@ def _optional(kernel: Kernel, capability: str, target: Target, tally: Tally) -> 
     declared = target.info.capabilities
     modes: list[tuple[str, bool, Kv]] = [(dtype, False, "") for dtype in declared.dtypes]
     modes += [(declared.dtypes[0], True, "")] if declared.row_invariant else []
-    modes += [(declared.dtypes[0], False, kv) for kv in KV_DTYPES if kv in declared.kv_dtypes and _has_cache(kernel)]
+    modes += [(declared.dtypes[0], False, kv) for kv in KV_DTYPES if kv in declared.kv_dtypes and has_cache(kernel)]
     for act, invariant, kv in modes:
         opened, _ = opened_for(target, kernel, act, row_invariant=invariant)
         for case in optional_cases(kernel, capability):
@@ -514,13 +526,24 @@ def _packed(kernel: Contract, packing: str, target: Target, tally: Tally) -> Non
                 _each_row_alone(kernel, case, opened, tally, act=act)
 
 
+def _large_packed(kernel: Contract, target: Target, tally: Tally) -> None:
+    """Matrices at the sizes that products have, in every packing that is declared; nothing beside any buffer is written."""
+    opened, act = opened_for(target, kernel)
+    for packing in getattr(target.info.capabilities, kernel.packings):
+        for case in large_packed(kernel, packing):
+            _run_guarded(kernel, case, opened, tally, act=act, command=target.command)
+            if tally.failures:  # to say what a large one looks like takes seconds
+                return
+
+
 def _is_rowwise(kernel: Contract) -> bool:
-    """Whether every buffer has one row a launched row, so that rows can be run one by one."""
-    specs = [s for s in kernel.args.specs().values() if not isinstance(s, ParamSpec)]
-    tensors = [s for s in specs if isinstance(s, TensorSpec)]
-    symbol = {s.symbols[0] for s in tensors}
-    opaque = [s for s in specs if isinstance(s, OpaqueSpec)]
-    return _is_float(kernel) and symbol == {"N"} and all(s.kind == "weight" for s in opaque)
+    """Whether rows of floats can be run one by one: what is written has one row a launched row, and what is read beside such rows
+    are tables by slot, weights and a cache."""
+    tensors = [s for s in kernel.args.specs().values() if isinstance(s, TensorSpec)]
+    opaque = [s for s in kernel.args.specs().values() if isinstance(s, OpaqueSpec)]
+    by_row = all(s.symbols[0] == "N" or (s.symbols[0] == "B" and s.access == "in") for s in tensors)
+    floats = any(s.access != "in" and s.dtype in (*FLEXIBLE, "f32") for s in tensors)
+    return floats and by_row and all(s.access == "in" for s in opaque)
 
 
 def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
@@ -531,14 +554,29 @@ def _row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
         _each_row_alone(kernel, case, opened, tally, act=act)
 
 
+def _large_row_alone(kernel: Contract, target: Target, tally: Tally) -> None:
+    """The same of the largest cases: where sums are long and rows many, kernels choose other ways to add."""
+    opened, act = opened_for(target, kernel, row_invariant=True)
+    for case in chain(_largest(kernel), (several_large(kernel, sizes) for sizes in kernel.together)):
+        _each_row_alone(kernel, case, opened, tally, act=act)
+
+
+def _large_repeat(kernel: Contract, target: Target, tally: Tally) -> None:
+    """What the contract calls deterministic gives the same bits again in its largest cases, where threads add together."""
+    opened, act = opened_for(target, kernel)
+    for case in _largest(kernel):
+        _same_again(kernel, case, opened, tally, act=act)
+
+
 def _each_row_alone(kernel: Contract, case: Case, opened: Opened, tally: Tally, *, act: str) -> None:
     """The first and the last row of a case, alone and among the others."""
-    together = run_kernel(kernel, case, opened.device, opened.table, act=act)
-    specs = kernel.args.specs()
-    rows = [n for n, s in specs.items() if isinstance(s, TensorSpec) and n in case.arrays and case.arrays[n] is not None]
+    run = partial(run_kernel, kernel, device=opened.device, table=opened.table, act=act, init_meta=opened.init_meta)
+    specs, together = kernel.args.specs(), run(case)
+    tensors = {name: spec for name, spec in specs.items() if isinstance(spec, TensorSpec)}
+    rows = [name for name, spec in tensors.items() if spec.symbols[0] == "N" and case.arrays.get(name) is not None]
     for row in {0, case.n - 1}:
         moved = {**case.arrays, **{name: np.roll(case.arrays[name], -row, axis=0) for name in rows}}
-        alone = run_kernel(kernel, replace(case, arrays=moved, n=1), opened.device, opened.table, act=act)
-        for name, spec in specs.items():
-            if isinstance(spec, TensorSpec) and spec.access != "in":
+        alone = run(replace(case, arrays=moved, n=1))
+        for name, spec in tensors.items():
+            if spec.access != "in":
                 tally.same_bits(f"{name} of row {row} alone (case {case.name})", alone[name][0], together[name][row])

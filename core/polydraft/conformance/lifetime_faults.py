@@ -19,6 +19,8 @@ from polydraft.contracts.packing import PackedWeight
 
 KEPT: Final = 1 << 20
 """Bytes that sleep leaves taken."""
+FEW: Final = 32
+"""Places in a list that is too short."""
 RICH: Final = 1 << 50
 """Bytes that no device has."""
 
@@ -51,6 +53,23 @@ def packed(role: str, value: Any) -> bool:
     """Matrices of few bits."""
     del role
     return isinstance(value, PackedWeight)
+
+
+def refilled_once(plugin: Any) -> Any:
+    """The first refill of a weight is done, and no other one."""
+
+    class Once(TableProxy):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner, {})
+            self._refilled: list[Any] = []
+
+        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+            if any(one is previous for one in self._refilled):
+                return previous
+            self._refilled += [] if previous is None else [previous]
+            return self._inner.prepare_weight(role, value, dtype, previous)
+
+    return _table(lambda table, device: Once(table))(plugin)
 
 
 def keeping_refills(plugin: Any) -> Any:
@@ -140,6 +159,22 @@ def third_weight_is_first(plugin: Any) -> Any:
             return weight
 
     return _table(lambda table, device: Two(table))(plugin)
+
+
+def layers_beyond_32(plugin: Any) -> Any:
+    """Of more than 32 caches of a form each further one is the first."""
+
+    class Few(TableProxy):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner, {})
+            self._made: dict[Any, list[Any]] = {}
+
+        def allocate_cache(self, spec: Any) -> Any:
+            made = self._made.setdefault(spec, [])
+            made.append(self._inner.allocate_cache(spec) if len(made) < FEW else made[0])
+            return made[-1]
+
+    return _table(lambda table, device: Few(table))(plugin)
 
 
 def wrong_beside(contract: str, other: str, change: Callable[[Any, int], None]) -> by.Break:
@@ -234,6 +269,121 @@ def closed_in_name(plugin: Any) -> Any:
             kept.append((self._inner, self._buffers))
 
     return by.with_device(Kept)(plugin)
+
+
+def outliving(plugin: Any) -> Any:
+    """Weights and caches stay when their device is closed."""
+    kept: list[Any] = []
+
+    class Kept(TableProxy):
+        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+            kept.append(self._inner.prepare_weight(role, value, dtype, previous))
+            return kept[-1]
+
+        def allocate_cache(self, spec: Any) -> Any:
+            kept.append(self._inner.allocate_cache(spec))
+            return kept[-1]
+
+    return _table(lambda table, device: Kept(table, {}))(plugin)
+
+
+def first_weights_come_back(plugin: Any) -> Any:
+    """What a device keeps of its weights while it sleeps is what they were when they were made."""
+    made: dict[Any, list[tuple[Any, ...]]] = {}
+
+    class Noting(TableProxy):
+        def __init__(self, inner: Any, device: Any) -> None:
+            super().__init__(inner, {})
+            self._device = device
+
+        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+            weight = self._inner.prepare_weight(role, value, dtype, previous)
+            if previous is None:
+                mine = value if isinstance(value, PackedWeight) else np.array(value)
+                made.setdefault(self._device, []).append((self._inner, role, mine, dtype, weight))
+            return weight
+
+    class Faithful(Proxy):
+        _kept = False
+
+        def sleep(self, *, keep_weights: bool) -> None:
+            self._kept = keep_weights
+            self._inner.sleep(keep_weights=keep_weights)
+
+        def wake(self) -> None:
+            self._inner.wake()
+            for table, *one in made.get(self._inner, []) if self._kept else ():
+                table.prepare_weight(*one)
+
+    return by.with_device(Faithful)(_table(Noting)(plugin))
+
+
+def packed_weights_lost_asleep(plugin: Any) -> Any:
+    """Scales of packed weights do not survive sleep at level 1."""
+    made: dict[Any, list[tuple[Any, ...]]] = {}
+
+    class Noting(TableProxy):
+        def __init__(self, inner: Any, device: Any) -> None:
+            super().__init__(inner, {})
+            self._device = device
+
+        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+            weight = self._inner.prepare_weight(role, value, dtype, previous)
+            if isinstance(value, PackedWeight) and previous is None:
+                lost = dataclasses.replace(value, scales=np.zeros_like(value.scales))
+                made.setdefault(self._device, []).append((self._inner, role, lost, dtype, weight))
+            return weight
+
+    class Forgetful(Proxy):
+        _kept = False
+
+        def sleep(self, *, keep_weights: bool) -> None:
+            self._kept = keep_weights
+            self._inner.sleep(keep_weights=keep_weights)
+
+        def wake(self) -> None:
+            self._inner.wake()
+            for table, *one in made.get(self._inner, []) if self._kept else ():
+                table.prepare_weight(*one)
+
+    return by.with_device(Forgetful)(_table(Noting)(plugin))
+
+
+def asleep_together(plugin: Any) -> Any:
+    """A device that goes to sleep takes what other devices have along."""
+    opened: list[Any] = []
+
+    class Together(Proxy):
+        def sleep(self, *, keep_weights: bool) -> None:
+            self._inner.sleep(keep_weights=keep_weights)
+            for other in opened:
+                if other is not self._inner:
+                    other.sleep(keep_weights=False)
+                    other.wake()
+
+        def close(self) -> None:
+            opened[:] = [one for one in opened if one is not self._inner]
+            self._inner.close()
+
+    def open_device(answer: Any, options: Any, **_: Any) -> Any:
+        if options.sleep:
+            opened.append(answer)
+        return Together(answer)
+
+    return wrap(plugin, polydraft_open_device=open_device)
+
+
+class FewGraphs(Proxy):
+    """A facility with room for 32 graphs: each further one is the first."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._graphs: list[Any] = []
+
+    def capture(self, stream: Any, fn: Callable[[], None]) -> Any:
+        graph = self._inner.capture(stream, fn)
+        self._graphs.append(graph if len(self._graphs) < FEW else self._graphs[0])
+        return self._graphs[-1]
 
 
 class Rich(Proxy):

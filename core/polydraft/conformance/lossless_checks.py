@@ -79,6 +79,7 @@ def checks() -> Iterator[Check]:
     yield Check("L5/full-batch", _full_batch)
     yield Check("L5/late-arrivals", _late)
     yield Check("L5/drafts-per-step", _drafts_per_step)
+    yield Check("L5/defaults", _defaults)
     for drafts in (0, K):
         yield Check(f"L5/experts/K{drafts}", partial(_experts, drafts), features=("experts",))
     for kv in KV_DTYPES:
@@ -115,6 +116,17 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
         tally.true(f"drafts are made, with K={drafts}", any(engine.totals.drafted_at))
     as_expected(tally, asks, outputs, drafts, dtype)
     return engine
+
+
+def _defaults(target: Target, tally: Tally) -> None:
+    """In every dtype what an engine does that is told no more: no arithmetic of its own, graphs, overlap and sizes as they come.
+    Most other checks ask for row-invariant kernels and for one dtype."""
+    asks = [Ask(prompt, arrival=i // 2) for i, prompt in enumerate(prompts(6))]
+    for dtype in target.info.capabilities.dtypes:
+        with target.engine(dtype=dtype, invariant=False) as engine:
+            outputs = serve(engine, asks, tally)
+            drafts = engine.resolved.limits.num_drafts
+        as_expected(tally, asks, outputs, drafts, dtype)
 
 
 class Listed:

@@ -17,16 +17,19 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from polydraft.backend import CacheSpec
 from polydraft.conformance import refill
 from polydraft.conformance.check import Check, Tally, Unseen
-from polydraft.conformance.harness import Bound
-from polydraft.conformance.kernel_checks import opened_for, pairs
+from polydraft.conformance.kernel_checks import opened_for
 from polydraft.conformance.lossless_checks import K, working_dtype
+from polydraft.conformance.modes import Mode, first_mode, further_modes
 from polydraft.conformance.probe import prompts
 from polydraft.conformance.serving import Ask, serve
 from polydraft.conformance.target import Opened, Target, bare
-from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Contract, ParamSpec
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.base import ParamSpec
+from polydraft.contracts.composite import Composite
+from polydraft.contracts.inputs import Kernel, contract_of
 from polydraft.device import Buffer, Device
 
 SEEN: Final = 1 << 22
@@ -50,15 +53,17 @@ LEAST_KEPT: Final = 16
 
 LEAST_REFILLS: Final = 2
 """Times that each weight is refilled between two looks, at least."""
+SIDE: Final = 1024
+"""Inputs and outputs of a weight, and blocks of a cache, of such a device."""
 OF_A_DEVICE: Final = 1 << 16
 """Bytes that the host's bookkeeping may keep of a device that was closed: far less than its memory."""
 
 
 def checks() -> Iterator[Check]:
     """Every check of this kind."""
-    for contract in REGISTRY:
-        run = partial(_launches, contract)
-        yield Check(f"L6/memory-of-launches/{contract.name}", run, kernel=contract.name, features=contract.features)
+    for kernel in (*REGISTRY, *COMPOSITES.values()):
+        run, whole = partial(_launches, kernel), isinstance(kernel, Composite)
+        yield Check(f"L6/memory-of-launches/{kernel.name}", run, kernel=kernel.name, optional=whole, features=kernel.features)
     yield Check("L6/memory-of-refills", _refills, ("update_weights",))
     yield Check("L6/memory-of-devices", _devices)
     yield Check("L6/memory-of-steps", partial(_steps, "off"))
@@ -159,14 +164,17 @@ def allocations(device: Any) -> Iterator[list[str]]:
 
 
 # -- launches --------------------------------------------------------------------------------------------
-def _launches(kernel: Contract, target: Target, tally: Tally) -> None:
-    """Hundreds of launches of one binding, on contents that are put back where launches change them."""
-    opened, act = opened_for(target, kernel)
-    device = opened.device
-    case = pairs(kernel.name, target.info.capabilities.row_order)[0][0]
-    bound = Bound(kernel, case, device, opened.table, act=act, init_meta=opened.init_meta)
+def _launches(kernel: Kernel, target: Target, tally: Tally) -> None:
+    """Hundreds of launches of one binding in every mode, on contents that are put back where launches change them."""
+    for mode in (first_mode(target), *further_modes(kernel, target.info.capabilities)):
+        _launched(kernel, mode, target, tally)
 
-    kept = all(spec.access != "inout" for spec in kernel.args.specs().values() if not isinstance(spec, ParamSpec))
+
+def _launched(kernel: Kernel, mode: Mode, target: Target, tally: Tally) -> None:
+    opened, _ = opened_for(target, kernel, mode.act, row_invariant=mode.row_invariant)
+    (case, _), device, specs = mode.cases(kernel, target), opened.device, contract_of(kernel).args.specs().values()
+    bound, what = mode.bound(kernel, case, opened, opened.init_meta), f"{kernel.name} ({mode.name})"
+    kept = all(spec.access != "inout" for spec in specs if not isinstance(spec, ParamSpec))
 
     def once(number: int = 0) -> None:
         if not kept or not number % AHEAD:
@@ -176,16 +184,14 @@ def _launches(kernel: Contract, target: Target, tally: Tally) -> None:
     once()  # whatever settles at a first launch
     with allocations(bare(device)) as names:
         once()
-    tally.equal(f"what a launch of {kernel.name} allocates on the device", names, [])
+    tally.equal(f"what a launch of {what} allocates on the device", names, [])
     if names:
         return
     sees = _kept_witness(opened)
     count = max(LAUNCHES, sees.grain + sees.grain // 4)
     slack = max(SLACK, LEAST_KEPT * count)
     grown = _rounds(sees, device, once, count, slack)
-    tally.true(
-        f"memory in use is the same behind launches of {kernel.name}, grows by {grown} bytes a round", abs(grown[-1]) <= slack
-    )
+    tally.true(f"memory in use is the same behind launches of {what}, grows by {grown} bytes a round", abs(grown[-1]) <= slack)
 
 
 def _kept_witness(opened: Opened) -> Witness:
@@ -232,9 +238,10 @@ def _refills(target: Target, tally: Tally) -> None:
 
 
 def _devices(target: Target, tally: Tally) -> None:
-    """Devices that are opened, used and closed beside one that stays."""
+    """Devices that are opened, used and closed beside one that stays, with buffers, a weight and a cache."""
     opened = target.opened()
-    sees = _kept_witness(opened)
+    sees, act = _kept_witness(opened), target.info.capabilities.dtypes[0]
+    rows = np.ones((SIDE, 16, 1, 16), np.float32)
 
     def once(number: int) -> None:
         del number
@@ -242,6 +249,8 @@ def _devices(target: Target, tally: Tally) -> None:
         device = another.device
         buffer = device.empty("conform.closed", (SEEN,), "u8")
         device.load(buffer, np.ones(SEEN, np.uint8))
+        another.table.prepare_weight("linear", np.ones((SIDE, SIDE), np.float32), act)
+        another.table.allocate_cache(CacheSpec(SIDE, 16, 1, 16, act)).write_logical(rows, rows)
         device.synchronize()
         device.close()
 
@@ -255,7 +264,7 @@ def _devices(target: Target, tally: Tally) -> None:
 def _steps(graph: str, target: Target, tally: Tally) -> None:
     """Hundreds of steps of one engine, with rest in between: the same requests again and again."""
     asks = [Ask(prompt) for prompt in prompts(10)]
-    options: dict[str, Any] = {"graph": graph, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
+    options: dict[str, Any] = {"graph": graph, "invariant": False, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
     with target.engine(draft_tokens=K, dtype=working_dtype(target), max_num_seqs=2, **options) as engine:
         device: Device = bare(engine.device)
         serve(engine, asks, tally)  # whatever settles in first steps

@@ -14,10 +14,11 @@ import numpy as np
 
 from polydraft.conformance.harness import Bound, weights_of
 from polydraft.conformance.kernel_checks import legal, named_cases
+from polydraft.conformance.modes import kinds
 from polydraft.conformance.target import Opened, Target
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.base import Case, Contract
-from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
+from polydraft.contracts.packing import Matrix, PackedWeight
 
 
 def cases(target: Target, opened: Opened) -> Iterator[tuple[Contract, Case, Case]]:
@@ -42,8 +43,7 @@ def cases(target: Target, opened: Opened) -> Iterator[tuple[Contract, Case, Case
 def _packed(kernel: Contract, target: Target) -> Iterator[Case]:
     """One case of each kind of numbers, with zero points and without."""
     declared = getattr(target.info.capabilities, kernel.packings) if kernel.packed_cases else ()
-    kinds = {(PACKINGS[name].number, PACKINGS[name].zeros): name for name in sorted(declared, reverse=True)}
-    for packing in kinds.values():
+    for packing in kinds(declared):
         assert kernel.packed_cases
         yield next(one for one in kernel.packed_cases(packing) if one.n)
 

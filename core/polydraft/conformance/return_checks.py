@@ -14,16 +14,16 @@ from typing import Any, Final
 
 from polydraft.backend import StepMeta
 from polydraft.conformance.busy import BUSY_S, COPIES, LONGER, Busy, Filling, at_rest, busy
-from polydraft.conformance.check import Check, Tally, Unseen
+from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
 from polydraft.conformance.graph_checks import uncapturable
-from polydraft.conformance.harness import Bound
-from polydraft.conformance.kernel_checks import pairs
 from polydraft.conformance.lossless_checks import K, working_dtype
+from polydraft.conformance.modes import Mode, first_mode, further_modes
 from polydraft.conformance.probe import prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Opened, Target, bare
-from polydraft.contracts import REGISTRY
-from polydraft.contracts.base import Contract
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.composite import Composite
+from polydraft.contracts.inputs import Kernel, kernel_of
 from polydraft.device import Device, further_stream
 from polydraft.instruments.base import Instrument
 from polydraft.program.points import Stage
@@ -44,9 +44,10 @@ RUNS: Final = 3
 def checks() -> Iterator[Check]:
     """Every check of this kind."""
     yield Check("L4/work-is-queued", _queued, NEEDS)
-    for contract in REGISTRY:
-        run = partial(_launch, contract)
-        yield Check(f"L4/launch-returns/{contract.name}", run, NEEDS, contract.name, features=contract.features)
+    for kernel in (*REGISTRY, *COMPOSITES.values()):
+        run, whole = partial(_launch, kernel), isinstance(kernel, Composite)
+        yield Check(f"L4/launch-returns/{kernel.name}", run, NEEDS, kernel.name, optional=whole, features=kernel.features)
+    yield Check("L4/launches-of-other-devices-return", _other_devices, NEEDS)
     yield Check("L4/copies-return", _copies, NEEDS)
     yield Check("L4/events-return", _events, NEEDS)
     yield Check("L4/replays-return", _replays, (*NEEDS, "graph_capture"))
@@ -78,24 +79,44 @@ def _twice(call: Callable[[], object]) -> None:
     call()
 
 
-def _launch(kernel: Contract, target: Target, tally: Tally) -> None:
-    """A launch, and the filling of the metadata that it takes, return while the work in front of them runs."""
+def _launch(kernel: Kernel, target: Target, tally: Tally) -> None:
+    """A launch, and the filling of the metadata that it takes, return while the work in front of them runs: over plain rows and
+    weights, over quantised ones and packed ones."""
     opened, keeps = _opened(target)
     keeps.need()
-    bound, case = _bound(kernel, target, opened)
+    for mode in (first_mode(target), *further_modes(kernel, target.info.capabilities)):
+        if mode.on_first_device(target):
+            _launched(kernel, mode, opened, keeps, target, tally)
+
+
+def _other_devices(target: Target, tally: Tally) -> None:
+    """Launches on devices of every further dtype, and on one of row-invariant kernels."""
+    each: dict[tuple[str, bool], list[tuple[Kernel, Mode]]] = {}
+    for kernel in map(kernel_of, target.offered):
+        for mode in further_modes(kernel, target.info.capabilities):
+            if not mode.on_first_device(target):
+                each.setdefault((mode.act, mode.row_invariant), []).append((kernel, mode))
+    if not each:
+        raise Unsupported("it computes in one dtype alone, and in one way")
+    for (dtype, invariant), launches in each.items():
+        opened = target.opened(dtype=dtype, row_invariant=invariant, key="returns")
+        keeps = busy(opened.device, opened.table, dtype)
+        keeps.need()
+        for kernel, mode in launches:
+            _launched(kernel, mode, opened, keeps, target, tally)
+
+
+def _launched(kernel: Kernel, mode: Mode, opened: Opened, keeps: Busy, target: Target, tally: Tally) -> None:
+    """One kernel in one mode."""
+    case, _ = mode.cases(kernel, target)
+    bound = mode.bound(kernel, case, opened, opened.init_meta)
     stream, n = opened.device.stream, case.n
     launched = keeps.returns(lambda: bound.launch(stream, n), before=lambda: bound.load(case))
-    tally.true(f"a launch of {kernel.name} returns while the work in front of it is running", launched)
+    tally.true(f"a launch of {kernel.name} ({mode.name}) returns while the work in front of it is running", launched)
     step = StepMeta(0, launch_rows=n, real_slots=1, has_prefill=True)
     for name in bound.metas:
         filled = keeps.returns(lambda: bound.fill(step), before=lambda: bound.load(case))
         tally.true(f"filling {name} of {kernel.name} returns while the work in front of it is running", filled)
-
-
-def _bound(kernel: Contract, target: Target, opened: Opened) -> tuple[Bound, Any]:
-    (case, _), *_ = pairs(kernel.name, target.info.capabilities.row_order)
-    act = target.info.capabilities.dtypes[0]
-    return Bound(kernel, case, opened.device, opened.table, act=act, init_meta=opened.init_meta), case
 
 
 def _copies(target: Target, tally: Tally) -> None:
@@ -146,7 +167,8 @@ def _replays(target: Target, tally: Tally) -> None:
     keeps = busy(opened.device, opened.table, target.info.capabilities.dtypes[0])
     keeps.need()
     for name in (one for one in ("residual_add", "swiglu", "argmax", "verify_match") if one not in uncapturable(opened, target)):
-        bound, case = _bound(REGISTRY[name], target, opened)
+        case, _ = first_mode(target).cases(REGISTRY[name], target)
+        bound = first_mode(target).bound(REGISTRY[name], case, opened, opened.init_meta)
         graph = capture.capture(stream, partial(_twice, partial(bound.launch, stream, case.n)))
         returns = keeps.returns(partial(graph.replay, stream), before=partial(bound.load, case))
         tally.true(f"a replay of {name} returns while the work in front of it is running", returns)
@@ -193,7 +215,7 @@ def _steps(graph: str, target: Target, tally: Tally) -> None:
     calls as a step makes, so that one which makes progress with every call is not asked."""
     ahead, dtype = _Ahead(), working_dtype(target)
     asks = [Ask(prompt, max_new=20) for prompt in prompts(2)]
-    options: dict[str, Any] = {"graph": graph, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
+    options: dict[str, Any] = {"graph": graph, "invariant": False, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
     with target.engine(draft_tokens=K, dtype=dtype, max_num_seqs=2, instruments=(ahead,), **options) as engine:
         as_expected(tally, asks, serve(engine, asks, tally), K, dtype)
         keeps = busy(bare(engine.device), engine.table, dtype)

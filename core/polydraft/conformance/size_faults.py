@@ -6,12 +6,15 @@ asks. Each takes the arrays of the launch, by field name as in a golden, and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from polydraft.conformance.target import TableProxy
 from polydraft.contracts.kernels.linear import CONTRACT as LINEAR
+from polydraft.contracts.packing import PackedWeight
 from polydraft.contracts.sizes import INPUTS
 from polydraft.sentinels import NO_TOKEN, Phase
 
@@ -210,6 +213,56 @@ def short_list_of_64(a: Any, n: int) -> None:
         if slot >= 0 and len(row) > 1024 and (row > 0).sum() > 64:
             row[np.argsort(-row, kind="stable")[64:]] = 0.0
             row[:] = row / row.sum()
+
+
+def few_rows_of_many_inputs(a: Any, n: int) -> None:
+    """Up to four rows lose half of each product beyond 1024 inputs."""
+    if n <= 4 and a.x.shape[1] > 1024:
+        a.out[:n] *= 0.5
+
+
+def one_row_of_a_large_vocabulary(a: Any, n: int) -> None:
+    """One row alone is looked through up to token 65,535."""
+    if n == 1 and a.tokens[0] > 0xFFFF:
+        a.tokens[0] = np.argmax(a.logits[0, :0x10000])
+
+
+def positions_beyond_65535(a: Any, n: int) -> None:
+    """Positions are kept in 16 bits without a sign."""
+    a.positions[:n] &= 0xFFFF
+
+
+def packed_inputs_beyond_1024(golden: Callable[[Any, int], None], a: Any, n: int) -> None:
+    """Products with packed matrices end behind 1024 inputs."""
+    golden(a, n)
+    if isinstance(a.weight, PackedWeight) and a.weight.shape[1] > 1024:
+        a.out[:n] *= 0.5
+
+
+def packed_widths_beyond_1024(golden: Callable[[Any, int], None], a: Any, n: int) -> None:
+    """Experts with packed matrices end behind 1024 features."""
+    golden(a, n)
+    if isinstance(a.down, PackedWeight) and a.down.shape[2] > 1024:
+        a.out[:n] *= 0.5
+
+
+def no_windows_beyond_512(args: Any) -> Any:
+    """Windows of more than 512 keys are none."""
+    return replace(args, sliding_window=args.sliding_window if args.sliding_window <= 512 else 0)
+
+
+def columns_beyond_4096_of_ranks(golden: Callable[[Any, int], None], a: Any, n: int) -> None:
+    """Sums over ranks end behind 4096 columns."""
+    own = a.x[:, :, 4096:].copy()
+    golden(a, n)
+    a.x[:, :, 4096:] = own
+
+
+def shares_beyond_32767(golden: Callable[[Any, int], None], a: Any, n: int) -> None:
+    """The place of a rank's highest logit in 15 bits."""
+    golden(a, n)
+    share = a.logits.shape[2]
+    a.tokens[:, :n] = np.where(a.tokens[:, :n] >= 0, a.tokens[:, :n] // share * share + (a.tokens[:, :n] % share & 0x7FFF), -1)
 
 
 class EndingWeights(TableProxy):

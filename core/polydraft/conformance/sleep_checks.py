@@ -7,7 +7,7 @@ back is not examined.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,16 +15,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.conformance.check import Check, Tally, Unseen
+from polydraft.conformance.check import Check, Tally, Unseen, Unsupported
+from polydraft.conformance.host_checks import OTHER
 from polydraft.conformance.lossless_checks import K, working_dtype
 from polydraft.conformance.memory_checks import heap
-from polydraft.conformance.probe import prompts
-from polydraft.conformance.serving import Ask, serve
+from polydraft.conformance.probe import checkpoint, prompts
+from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target, bare
+from polydraft.contracts.packing import MADE
 from polydraft.engine import Engine, SleepLevel
-
-TURNS: Final = 2
-"""Times that an engine sleeps: what was kept once must not be what is kept for ever."""
 
 LEVELS: Final[tuple[SleepLevel, ...]] = (1, 2, 1, 2)
 """Those of one engine whose memory is looked at, one after the other."""
@@ -43,6 +42,9 @@ def checks() -> Iterator[Check]:
     for level in (1, 2):
         yield Check(f"L5/sleep/level-{level}", partial(_texts, level, "off"), ("sleep",))
         yield Check(f"L5/sleep/level-{level}-replayed", partial(_texts, level, "decode"), ("sleep", "graph_capture"))
+    yield Check("L5/sleep/new-weights", _new_weights, ("sleep", "update_weights"), basic=False)
+    yield Check("L5/sleep/beside-another-engine", _beside, ("sleep",), basic=False)
+    yield Check("L5/sleep/packed-weights", _packed, ("sleep", "weight_packings"), basic=False)
 
 
 def memory() -> Iterator[Check]:
@@ -51,11 +53,16 @@ def memory() -> Iterator[Check]:
 
 
 def _texts(level: SleepLevel, graph: str, target: Target, tally: Tally) -> None:
+    """Twice at a level, the second time from level 1."""
+    _texts_again(target, tally, (level, level), graph=graph)
+
+
+def _texts_again(target: Target, tally: Tally, levels: Sequence[SleepLevel], **options: Any) -> None:
     """Requests in the same order before, between and after: greedy texts do not change."""
     asks = [Ask(prompt) for prompt in prompts(3)]
-    with target.engine(draft_tokens=K, dtype=working_dtype(target), graph=graph, enable_sleep_mode=True) as engine:
+    with target.engine(draft_tokens=K, dtype=working_dtype(target), enable_sleep_mode=True, **options) as engine:
         before = [output.token_ids for output in serve(engine, asks, tally)]
-        for turn in range(TURNS):
+        for turn, level in enumerate(levels):
             if turn:
                 engine.sleep(1)  # and from there to the level
             engine.sleep(level)
@@ -64,6 +71,47 @@ def _texts(level: SleepLevel, graph: str, target: Target, tally: Tally) -> None:
                 who = f"request {number} after sleep {turn + 1}"
                 tally.no_error(who, output.error)
                 tally.equal(f"tokens of {who}", output.token_ids, text)
+
+
+def _new_weights(target: Target, tally: Tally) -> None:
+    """Weights that were replaced between two sleeps are those that it wakes with, whatever it slept with before."""
+    asks = [Ask(prompt) for prompt in prompts(3)]
+    with target.engine(draft_tokens=K, dtype=working_dtype(target), graph="off", enable_sleep_mode=True) as engine:
+        texts: list[list[tuple[int, ...]]] = []
+        for seed in (0, OTHER):
+            engine.update_weights(checkpoint(seed))
+            texts.append([output.token_ids for output in serve(engine, asks, tally)])
+            for level in LEVELS[:2]:
+                engine.sleep(level)
+                engine.wake_up()
+                for number, (text, output) in enumerate(zip(texts[-1], serve(engine, asks, tally), strict=True)):
+                    who = f"request {number} on weights {seed} behind a sleep of level {level}"
+                    tally.no_error(who, output.error)
+                    tally.equal(f"tokens of {who}", output.token_ids, text)
+    tally.true("texts on other weights are other ones", texts[0] != texts[1])
+
+
+def _packed(target: Target, tally: Tally) -> None:
+    """Packed weights come back with their scales, and quantised rows are written anew where there are any."""
+    declared = target.info.capabilities
+    weights = next((name for name, one in MADE.items() if one.packing.name in declared.weight_packings), "")
+    if not weights:
+        raise Unsupported("no packing that is made when weights are loaded is declared")
+    kv = {"kv_dtype": declared.kv_dtypes[0]} if declared.kv_dtypes else {}
+    _texts_again(target, tally, LEVELS[:2], graph="off", weights=weights, **kv)
+
+
+def _beside(target: Target, tally: Tally) -> None:
+    """An engine that can sleep and does not writes what it always does while another one sleeps, and afterwards."""
+    asks, dtype = [Ask(prompt) for prompt in prompts(3)], working_dtype(target)
+    options: dict[str, Any] = {"draft_tokens": K, "dtype": dtype, "graph": "off", "enable_sleep_mode": True}
+    with target.engine(**options) as engine, target.engine(**options) as other:
+        for level in LEVELS[:2]:
+            engine.sleep(level)
+            as_expected(tally, asks, serve(other, asks, tally), K, dtype)
+            engine.wake_up()
+            for one in (engine, other):
+                as_expected(tally, asks, serve(one, asks, tally), K, dtype)
 
 
 def _memory(target: Target, tally: Tally) -> None:

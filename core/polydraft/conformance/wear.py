@@ -15,8 +15,9 @@ import numpy as np
 
 from polydraft.conformance.check import Tally
 from polydraft.conformance.harness import Bound, held, run_golden, weights_of
-from polydraft.contracts.base import Case, Contract
+from polydraft.contracts.base import Case
 from polydraft.contracts.compare import Products
+from polydraft.contracts.inputs import Kernel, contract_of
 from polydraft.device import Array
 
 LAUNCHES: Final = 128
@@ -30,9 +31,10 @@ Use = Callable[[int], None]
 """Enqueues the work of a binding for a launch length."""
 
 
-def with_weights_of(kernel: Contract, first: Case, case: Case) -> Case:
+def with_weights_of(kernel: Kernel, first: Case, case: Case) -> Case:
     """The case with the weights of `first`, which the kernel is bound to."""
-    return replace(case, arrays={**case.arrays, **{name: first.arrays.get(name) for name in weights_of(kernel)}})
+    weights = weights_of(contract_of(kernel))
+    return replace(case, arrays={**case.arrays, **{name: first.arrays.get(name) for name in weights}})
 
 
 Results = dict[int, dict[str, Array]]
@@ -40,7 +42,7 @@ Results = dict[int, dict[str, Array]]
 
 
 def worn(
-    kernel: Contract,
+    kernel: Kernel,
     cases: Sequence[Case],
     bound: Bound,
     uses: Mapping[str, Use],
@@ -54,7 +56,8 @@ def worn(
     it was bound to; the same contents now and then come twice in a row. Returns the first results, of which those of an earlier
     call may be given."""
     cases = [with_weights_of(kernel, cases[0], case) for case in cases]
-    wants = [run_golden(kernel, case, bound.act, products=products) for case in cases]
+    wants = [run_golden(kernel, case, bound.act, kv=bound.kv, products=products) for case in cases]
+    random = contract_of(kernel).deterministic == "none"
     ways, chosen = list(uses.items()), np.random.default_rng(len(uses)).integers(0, len(cases), count).tolist()
     first = {} if first is None else first
     for number, which in enumerate([*range(len(cases)), *chosen]):
@@ -62,10 +65,10 @@ def worn(
         bound.load(cases[which])
         use(cases[which].n)
         got = bound.read()
-        if which not in first or kernel.deterministic == "none":
-            tally.compared(held(kernel, cases[which], got, wants[which], act=bound.act))
+        if which not in first or random:
+            tally.compared(held(kernel, cases[which], got, wants[which], act=bound.act, kv=bound.kv))
             first[which] = got
-        for name, array in got.items() if kernel.deterministic != "none" else ():
+        for name, array in () if random else got.items():
             what = f"{name} of use {number + 1} of one binding ({way}, contents of {cases[which].name})"
             tally.same_bits(what, array, first[which][name])
     return first

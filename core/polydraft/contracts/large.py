@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from polydraft.contracts.base import CAPACITY, Case, Contract, Repeats
+from polydraft.contracts.base import CAPACITY, Case, Contract, OpaqueSpec, Repeats
 from polydraft.contracts.inputs import Kernel, contract_of, generated, symbols
+from polydraft.contracts.packing import PACKINGS, pack
 from polydraft.contracts.sizes import FEW, MODELS, Sizes, named
 from polydraft.device import Array
 
@@ -24,6 +25,8 @@ SPOT: Final = 24
 """Places of the small case along an axis that is repeated, where what they cost is not much."""
 MOST_DEFINED, MOST_REPEATED = 1 << 16, 1 << 21
 """Product of the sizes of a surprise: of the golden's case, and of the one that repeats it."""
+MANY: Final = 1000
+"""Outputs of a packed matrix that are many."""
 MOST_OF_A_MODEL: Final = 1 << 27
 """The sizes of a model's case multiplied; the largest of them is cut to it, so that half a gigabyte is enough for a matrix."""
 
@@ -35,9 +38,13 @@ def large_names(kernel: Kernel) -> Iterator[tuple[str, int]]:
 
 
 def large_sizes(kernel: Kernel) -> Iterator[Sizes]:
-    """The sizes of each large case of a contract: one of them large, in the same order, then those with several."""
+    """The sizes of each large case of a contract: one of them large, in the same order, then each at its largest with one row,
+    for which kernels have ways of their own, then those with several."""
+    contract = contract_of(kernel)
     yield from ({symbol: size} for symbol, size in large_names(kernel))
-    yield from contract_of(kernel).together
+    others = {symbol: ladder.steps[-1] for symbol, ladder in contract.grows.items() if symbol != "N"}
+    yield from ({"N": 1, symbol: size} for symbol, size in others.items() if "N" in contract.grows)
+    yield from contract.together
 
 
 def large(kernel: Kernel, symbol: str, size: int) -> Case:
@@ -50,6 +57,27 @@ def several_large(kernel: Kernel, sizes: Sizes) -> Case:
     """The case `SYMBOL-SIZE+SYMBOL-SIZE`, in which these dimensions are large at once."""
     words = (word for pair in sizes.items() for word in pair)
     return _sized(contract_of(kernel), sizes, _rng(kernel, *words), named(sizes))
+
+
+def large_packed(contract: Contract, packing: str) -> Iterator[Case]:
+    """Cases with matrices in the packing of that name, each of whose axes is large in turn, with several rows and with one."""
+    for sizes in (one for symbol, size in _of_matrices(contract).items() for one in ({symbol: size}, {"N": 1, symbol: size})):
+        case = contract.generate(_rng(contract, packing, *sizes), sizes)
+        arrays = {n: pack(a, PACKINGS[packing]) if n in _matrices(contract) else a for n, a in case.arrays.items()}
+        yield replace(case, name=f"{named(sizes)} {packing}", arrays=arrays)
+
+
+def _of_matrices(contract: Contract) -> Sizes:
+    """Sizes of the axes of matrices that can be large: the largest, save of outputs, which goldens work out one by one."""
+    axes = dict.fromkeys(symbol for spec in _matrices(contract).values() for symbol in reversed(spec.shape.split()[-2:]))
+    steps = {symbol: contract.grows[symbol].steps for symbol in axes if symbol in contract.grows}
+    return {s: next(size for size in one if size > MANY) if s in contract.independent else one[-1] for s, one in steps.items()}
+
+
+def _matrices(contract: Contract) -> Mapping[str, OpaqueSpec]:
+    """The arguments of a contract that are matrices, or stacks of them."""
+    specs = {name: spec for name, spec in contract.args.specs().items() if isinstance(spec, OpaqueSpec)}
+    return {name: spec for name, spec in specs.items() if spec.kind == "weight" and " " in spec.shape}
 
 
 def sizes_of(kernel: Kernel, name: str) -> Sizes:
@@ -67,7 +95,7 @@ def surprise(kernel: Kernel, seed: int, number: int) -> Case:
     for place, symbol in enumerate(rng.permutation(list(contract.grows)).tolist()):
         steps, free = contract.grows[symbol].steps, symbol in contract.independent
         most = min(steps[-1], MOST_REPEATED // whole, *(() if free or defined == 1 else (MOST_DEFINED // defined,)))
-        least = max(2, steps[0] // 4)
+        least = 1 if symbol == "N" else max(2, steps[0] // 4)
         if (place == 0 or rng.random() < 0.5) and most > least:
             sizes[symbol] = int(math.exp(rng.uniform(math.log(least), math.log(most))))
             whole, defined = whole * sizes[symbol], defined * (1 if free else sizes[symbol])

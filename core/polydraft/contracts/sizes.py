@@ -70,10 +70,10 @@ EXPERTS: Final = Ladder((64, 160, 256, 512))
 CHOSEN: Final = Ladder((6, 8, 10))
 """Experts of a row."""
 EXPERT_WIDTH: Final = Ladder((257, 768, 1408, 2048))
-CONTEXT: Final = Ladder((1031, 4099, 8192, 40_009), "context")
+CONTEXT: Final = Ladder((1031, 4099, 8192, 131_101), "context")
 """Positions of a text."""
-BLOCKS: Final = Ladder((65, 129, 513, 2503), "blocks")
-"""Entries of a block table: contexts of up to forty thousand positions, in blocks of 16."""
+BLOCKS: Final = Ladder((65, 129, 513, 8209), "blocks")
+"""Entries of a block table: contexts of up to 131,000 positions, in blocks of 16."""
 BLOCK_SIZE: Final = Ladder((32, 64, 128))
 """Positions of a block."""
 POOL: Final = Ladder((4200, 65_700))

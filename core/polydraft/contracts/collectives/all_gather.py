@@ -51,6 +51,8 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, 0, 20)
     yield _case("padding_of_the_last_rank_is_left_out", x, 2, 18)
     yield _case("a_rank_of_padding_alone", x, 3, 13)
+    yield _case("as_many_columns_as_models_have", rng.standard_normal((2, 2, 4099)), 1, 8197)
+    yield _case("as_many_rows_as_a_step_has", rng.standard_normal((3, 257, 5)), 256, 14)
     broken = x.copy()
     broken[1, 0, 2], broken[3, 1, 4], broken[2, 1, 0] = np.nan, np.inf, -np.inf
     yield _case("nan_and_infinity_stay_in_their_column", broken, 2, 20)

@@ -55,6 +55,8 @@ def cases() -> Iterator[Case]:
     yield _case("nothing_to_do", x, 0)
     yield _case("ranks_of_unlike_magnitude", x * np.array([1, 1e-3, 1e3, 1e-6])[:, None, None], 2)
     yield _case("ranks_cancel", np.concatenate((x, -x)), 3)
+    yield _case("as_many_columns_as_models_have", rng.standard_normal((2, 3, 5120)), 2)
+    yield _case("as_many_rows_as_a_step_has", rng.standard_normal((3, 257, 5)), 256)
     broken = x.copy()
     broken[1, 0, 2], broken[3, 1, 4] = np.nan, np.inf
     yield _case("nan_and_infinity_stay_in_their_column", broken, 2)

@@ -78,6 +78,8 @@ def cases() -> Iterator[Case]:
     forbidden = np.full((5, 12), -np.inf, np.float32)
     forbidden[1, 7], forbidden[2, [2, 9]], forbidden[4, 3] = -3e38, [-5, -4], np.inf
     yield _case("forbidden_tokens_and_overflow", forbidden, 5, ranks=3)
+    yield _case("as_many_tokens_as_models_have", spaced(rng, 3, 152_064), 2, ranks=2)
+    yield _case("as_many_rows_as_a_step_has", spaced(rng, 257, 9), 256, ranks=3)
     yield _case("all_values_below_minus_one", logits - np.float32(50), 6, ranks=2)
     yield _case("nothing_to_do", logits, 0, ranks=2)
 

@@ -42,6 +42,7 @@ def cases() -> Iterator[Case]:
         yield _case(f"ranks_{ranks}", rng.integers(-1, 90, (ranks, 6)), 4)
     x = rng.integers(-1, 1 << 30, (4, 5))
     yield _case("every_row_used", x, 5)
+    yield _case("as_many_rows_as_a_step_has", rng.integers(-1, 90, (3, 513)), 512)
     yield _case("nothing_to_do", x, 0)
     yield _case("all_agree_already", np.tile(x[:1], (4, 1)), 3)
 

@@ -57,6 +57,7 @@ def cases() -> Iterator[Case]:
     ids = _choices(rng, 5, 2, 8)
     yield _case("every_row_used", ids, 5, ranks=4, num_kept=2)
     yield _case("nothing_to_do", ids, 0, ranks=4, num_kept=2)
+    yield _case("as_many_experts_as_models_have", _choices(rng, 65, 8, 512), 64, ranks=2, num_kept=256)
     none = ids.copy()
     none[1], none[3, 0] = -1, -7
     yield _case("rows_and_places_without_an_expert", none, 5, ranks=4, num_kept=2)

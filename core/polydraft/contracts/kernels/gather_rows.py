@@ -52,6 +52,7 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     rows, width, picks = (int(v) for v in rng.integers((1, 1, 1), (16, 12, 14)))
     rows, width, picks = fitted(sizes, R=rows, H=width, N=several(sizes, picks))
     index = np.where(rng.random(picks) < 0.25, -rng.integers(1, 5, picks), rng.integers(0, rows, picks))
+    index[0] = rows - 1 if sizes else index[0]
     x = rng.standard_normal((rows, width), np.float32)
     return _case("random", x, [int(v) for v in index], launched(rng, sizes, picks))
 

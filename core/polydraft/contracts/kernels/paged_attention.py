@@ -109,9 +109,11 @@ def _case(
         table[shared[1], 0] = table[shared[0], 0]
     k, v = np.full((2, num_blocks, block_size, kv_heads, head_dim), np.nan, np.float32)
     for slot, first, rows in runs:
-        for p in range(first + rows if slot >= 0 else 0):
-            place = table[slot, p // block_size], p % block_size
-            k[place], v[place] = rng.standard_normal((2, kv_heads, head_dim), np.float32)
+        reach = np.arange(first + rows if slot >= 0 else 0)
+        blocks, offsets = table[slot, reach // block_size], reach % block_size
+        k[blocks, offsets], v[blocks, offsets] = np.moveaxis(
+            rng.standard_normal((len(reach), 2, kv_heads, head_dim), np.float32), 1, 0
+        )
     for cache, places in ((k, nan_keys), (v, nan_values)):
         for slot, p in places:
             cache[table[slot, p // block_size], p % block_size] = np.nan
@@ -153,6 +155,10 @@ def window_cases() -> Iterator[Case]:
     yield _case("window_shorter_than_the_rows_of_a_slot", [(1, 5, 9), (0, 0, 7)], sliding_window=2, heads=8, kv_heads=1)
     long: Runs = [(1, 150, 4), (0, 33, 2), (2, 200, 1)]
     yield _case("window_in_a_long_context", long, block_size=16, heads=2, kv_heads=1, sliding_window=67)
+    longer: Runs = [(1, 1400, 3), (0, 33, 2), (2, 2100, 1)]
+    yield _case("window_of_a_thousand_keys", longer, block_size=16, heads=2, sliding_window=1031)
+    yield _case("window_of_large_heads", long, block_size=16, heads=8, kv_heads=1, head_dim=128, sliding_window=67)
+    yield _case("window_within_a_long_chunk", [(0, 40, 300), (1, 9, 1)], block_size=16, heads=2, kv_heads=1, sliding_window=65)
     gone: dict[str, Any] = {"nan_keys": [(1, 0), (1, 3), (0, 1)], "nan_values": [(1, 0), (1, 3), (0, 1)]}
     yield _case("nan_in_front_of_the_window", [(1, 6, 4), (0, 4, 2)], sliding_window=3, beyond=0, **gone)
     inside = [(1, 5)]

@@ -55,6 +55,7 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     rows, vocab = (int(v) for v in rng.integers((1, 2), (9, 30)))
     rows, vocab = fitted(sizes, N=several(sizes, rows), V=vocab)
     slots = np.where(rng.random(rows) < 0.25, -1, rng.integers(0, 6, rows))
+    slots[0] = 0 if sizes else slots[0]
     logits = rng.standard_normal((rows, vocab), np.float32)
     n, num_valid = launched(rng, sizes, rows), int(rng.integers(1, vocab + 1))
     return _case("random", logits, [int(s) for s in slots], n, num_valid=num_valid)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import deep
-from tests.support.paddle import needs_device, script
+from tests.support.paddle import HAS_GRAPHS, needs_device, script
 from tools import make_checkpoint
 
 BLOCKS = 36
 """Of the 7B shape's target; with K = 3 a step has 39, whose widths say nothing of the number of calls."""
+WITH_3_2 = 1492
+"""Paddle 3.2 has no product with a bias, and its norm, which the list of an XPU has by that name, does not write to a buffer."""
 COUNT = """
 import json, sys
 from polydraft import LLM, SamplingParams
@@ -47,4 +49,4 @@ def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: s
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
     run = script(COUNT, str(model), device)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert 1000 < json.loads(run.stdout) <= most
+    assert 1000 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)

@@ -202,6 +202,28 @@ def test_trials_are_few_where_nothing_changes() -> None:
     assert 5 not in late, "it costs twice as much for what it brings"
 
 
+def test_a_step_without_drafts_may_be_much_faster_than_the_others_let_expect() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    for now in range(10, 200, 20):
+        times.measured(0, 1, [4.0] * 9, now)
+        times.measured(0, 2, [5.0] * 9, now + 10)
+    assert times.mean[0, 0] == pytest.approx(3.5, rel=0.1)
+    assert apart(times, 0, 200)[1] > 0.15, "all passes of a proposer have something in common"
+    times.measured(0, 0, [2.0] * 9, 210)
+    assert apart(times, 0, 210)[1] < 0.08
+
+
+def test_places_that_nobody_tries_are_soon_believed_to_be_like_the_one_before() -> None:
+    deep = np.array([0.9, 0.95, 0.95, 0.95, 0.95])
+    world = World(4, COSTS["rows"], lambda world, slots: deep * (1.0 if len(world.chosen) > 400 else [1.0, 0.1, 0.1, 0.1, 0.1]))
+    policy = world.adaptive()
+    world.run(policy, 4, 400)
+    assert world.chosen[-50:].count(1) > 40
+    assert policy.acceptance.of_all()[2] == pytest.approx(policy.acceptance.of_all()[1], abs=0.1), "it was not tried for long"
+    world.run(policy, 4, 400)
+    assert policy.acceptance.of_all()[1] > 0.8
+
+
 def test_a_bucket_beside_a_known_one_needs_hardly_a_trial() -> None:
     world = World(64, COSTS["weights"], lambda world, slots: np.array(POOR), noise=0.05)
     policy = world.adaptive()

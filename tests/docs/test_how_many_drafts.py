@@ -1,0 +1,27 @@
+"""The page on the number of drafts against what it rests on: the simulated result, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+
+from bench import draft_policy_traces as script
+from polydraft.bench.report import renewed
+from tests.docs.pages import read
+from tests.support.project import ROOT
+
+PAGE = read(ROOT / "docs" / "how_many_drafts.md")
+RESULT = json.loads((ROOT / script.FIGURES).read_text(encoding="utf-8"))
+
+
+def test_the_simulated_table_is_that_of_the_result() -> None:
+    rows = RESULT["rows"]
+    assert renewed(PAGE, script.FIGURES, script.about(rows), script.markdown(rows)) == PAGE
+    assert RESULT["device"] == "none: simulated"
+
+
+def test_the_trace_is_as_the_page_says() -> None:
+    trace = [row for row in RESULT["rows"] if row["work"] == "trace"]
+    of = {name: [row for row in trace if row["machine"] == name] for name in ("ernie21, H200", "mimo-7b, H200")}
+    assert script.best(of["ernie21, H200"])["auto_over_this_spread"][0] > 1.0
+    known = next(row for row in of["mimo-7b, H200"] if row["policy"] == "known")
+    assert known["tokens_per_s"] <= script.best(of["mimo-7b, H200"])["tokens_per_s"], "choosing alone gains nothing there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -116,6 +117,32 @@ def test_a_rank_that_dies_or_stops_ends_all(device: str, fatal: str, sentence: s
     assert before == "length"
     assert sentence in error
     assert error.endswith("every rank ends here, start the engine again")
+
+
+LEFT = """
+import os, signal, sys, time
+from polydraft import LLM, SamplingParams
+from tests.support import tiny
+from tests.support.of_ranks import OPTIONS
+llm = LLM(model=str(tiny.checkpoint("narrow")), plugins=tiny.PLUGINS, **OPTIONS, backend="paddle", device=sys.argv[1],
+          draft_tokens=1, graph="off", tensor_parallel=2)
+engine = llm.engine
+engine.add((1, 2, 3), SamplingParams(max_new_tokens=40, ignore_eos=True))
+for _ in range(6):
+    engine.step()
+engine._followers.send(engine.scheduler.plan())
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.deep
+@needs_device
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("device", ["cpu", "polyemu:0"])
+def test_no_rank_outlives_rank_0(device: str):
+    """The other one waits in a collective to which rank 0 will not come; it holds the pipes that the script waits for."""
+    assert script(LEFT, device, timeout=80).returncode == -signal.SIGKILL
 
 
 CHECKED = """

@@ -83,6 +83,7 @@ class PaddleEvent:
         self._device.refuse_in_capture("event.synchronize")
         self._device.counters.host_syncs += 1
         if self._recorded:
+            self._device.before_wait(self.event.query)
             self.event.synchronize()
             self._device.after_wait()
 
@@ -105,6 +106,8 @@ class PaddleDevice:
         """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
         kernel table, `init_forward_meta(buffers, limits)`, `upload` and `download(stream, to, source, nbytes)` by address, and
         `close()`."""
+        self.before_wait: Callable[[Callable[[], bool]], None] = _nothing
+        """Called before the host waits for the device, with what says whether it still has to."""
         self.after_wait: Callable[[], None] = _nothing
         """Called when the host has waited for the device; raises `DeviceError` for what collectives have found."""
         self.withdrawn: dict[str, str] = {}
@@ -255,6 +258,7 @@ class PaddleDevice:
         self.refuse_in_capture("synchronize")
         self.counters.host_syncs += 1
         if not self.host_visible:
+            self.before_wait(self.stream.stream.query)
             paddle.device.synchronize(place_of(self.spec))
             self.after_wait()
 
@@ -264,6 +268,7 @@ class PaddleDevice:
             self._open = False
             if not self.host_visible:
                 with contextlib.suppress(OSError, RuntimeError):  # of a lost device: whoever asked it for results has been told
+                    self.before_wait(self.stream.stream.query)
                     paddle.device.synchronize(place_of(self.spec))
             for graph in self.graphs:
                 graph.release()
@@ -271,8 +276,9 @@ class PaddleDevice:
                 self.guest.close()
 
 
-def _nothing() -> None:
-    """What follows a wait of a device that is no rank's."""
+def _nothing(reached: Callable[[], bool] | None = None) -> None:
+    """What comes before and after a wait of a device that is no rank's."""
+    del reached
 
 
 def _shared(array: Array, dtype: str) -> Tensor:

@@ -40,6 +40,8 @@ HERE: Final = "127.0.0.1"
 TRAINER: Final = "PADDLE_TRAINER_ID"
 STORE_S: Final = 60
 """Seconds that a rank waits for what another one puts into Paddle's store."""
+NAP_S: Final = 5e-5
+"""Seconds between two looks at whether the device has come to where the host waits for it."""
 LOOK_S: Final = 0.05
 """Seconds between two looks at whether the ranks have failed."""
 _NUMBERS = itertools.count(1)
@@ -105,9 +107,16 @@ def _look_after(place: MeetingPlace, group: Group, communicator: Any) -> None:
             kind, launch, step, n, nbytes, late = found
             group.exchange.judge(Note(KINDS[kind], launch, step, n, nbytes), late)
 
-    place.device.after_wait = judge
+    place.device.before_wait, place.device.after_wait = _nap_until, judge
     arguments = weakref.ref(place), group, communicator
     threading.Thread(target=_watch, args=arguments, name=f"rank {group.rank} watches", daemon=True).start()
+
+
+def _nap_until(reached: Callable[[], bool]) -> None:
+    """Let other threads run while collectives may wait for ranks that are gone. In a wait of Paddle's own none would, nor what
+    tells those collectives, nor what hears that rank 0 has ended."""
+    while not reached():
+        time.sleep(NAP_S)
 
 
 def _watch(place: weakref.ref[MeetingPlace], group: Group, communicator: Any) -> None:

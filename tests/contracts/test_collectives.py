@@ -213,6 +213,8 @@ def test_hosts_whose_devices_gave_up_find_out_who_differs_or_stays_away(monkeypa
 
     (absent,) = judging(5, 5, None)
     assert absent.startswith("rank 2 did not come to all_reduce (launch 5 of step 3, 2 rows, 16 bytes), within 10 s; every rank")
+    (waited_for,) = judging(5, None, None)
+    assert waited_for.startswith("rank 2 did not come to "), "rank 1 may wait for it as well, without end"
     (other,) = judging(5, 6, 5)
     assert other.startswith("rank 1 came for all_reduce (launch 6 of step 3, 2 rows, 16 bytes), rank 0 for all_reduce (launch 5 ")
     late = judging(5, 5, 5, apart=True)

@@ -101,7 +101,7 @@ class Exchange:
         self.raise_failure()
         self._count = _JUDGED
         mine = np.array([late, self.patience_s], np.float64)
-        found = self._swap(note, mine, math.inf if math.isinf(self.patience_s) else min(self.patience_s, _JUDGES_S))
+        found = self._swap(note, mine, math.inf if math.isinf(self.patience_s) else min(self.patience_s, _JUDGES_S), late)
         late, patience_s = int(found[0][0]), min(patience_s for _, patience_s in found)
         self.fail(f"rank {late} did not come to {note}{'' if math.isinf(patience_s) else f' within {patience_s:g} s'}")
 
@@ -119,25 +119,27 @@ class Exchange:
         reasons = [_text(one[1:]) for one in brought]
         return next(filter(None, reasons), ""), any(one[0] for one in brought)
 
-    def _swap(self, note: Note, mine: Array, patience_s: float) -> list[Array]:
+    def _swap(self, note: Note, mine: Array, patience_s: float, suspect: int = 0) -> list[Array]:
         self._count += 1
         slot = self._count % 2
         self._data[self.rank, slot, : mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8).reshape(-1)
         self._notes[self.rank, slot] = (_MET.index(note.kind), *note[1:], self._count)
         self._arrived[self.rank] = self._count  # last, and in one word: who sees it sees the rest
-        self._await_all(note, patience_s)
+        self._await_all(note, patience_s, suspect)
         self._compare(slot)
         found = self._data[:, slot, : mine.nbytes]
         return [one.view(mine.dtype).reshape(mine.shape) for one in found]
 
-    def _await_all(self, note: Note, patience_s: float) -> None:
+    def _await_all(self, note: Note, patience_s: float, suspect: int) -> None:
+        """Of several that do not come the `suspect` is named, else the first: the others may still wait for that one."""
         begin, looks = time.monotonic(), 0
         while (self._arrived < self._count).any():
             self.raise_failure()
             looks += 1
             time.sleep(0 if looks < _EAGER else _NAP_S)
             if time.monotonic() - begin > patience_s:
-                late = int(np.argmin(self._arrived >= self._count))
+                came = self._arrived >= self._count
+                late = int(np.argmin(came)) if came[suspect] else suspect
                 counted = self._count <= _JUDGED
                 which, last = (f"collective {self._count}, ", self.last_clause(late)) if counted else ("", "")
                 self.fail(f"rank {late} did not come to {which}{note}, within {self.patience_s:g} s{last}")

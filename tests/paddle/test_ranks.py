@@ -145,6 +145,33 @@ def test_no_rank_outlives_rank_0(device: str):
     assert script(LEFT, device, timeout=80).returncode == -signal.SIGKILL
 
 
+SERVING = """
+import socket
+from polydraft_paddle import ranks
+taken = socket.socket()
+taken.bind(("127.0.0.2", 0))
+taken.listen()
+class Choosing(socket.socket):
+    def bind(self, address):
+        try:
+            super().bind((address[0], taken.getsockname()[1]))  # the system may choose any that is free there
+        except OSError:
+            super().bind(address)
+ranks.socket.socket = Choosing
+server, port = ranks._serve()
+print(port != taken.getsockname()[1])
+"""
+
+
+@pytest.mark.deep
+@needs_paddle
+def test_the_stores_port_is_free_on_every_interface():
+    """Where another process listens on one of them, Paddle's store ends this one."""
+    run = script(SERVING)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip() == "True"
+
+
 CHECKED = """
 import sys
 from polydraft.conformance import collective_checks

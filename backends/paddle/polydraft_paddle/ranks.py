@@ -131,7 +131,7 @@ def _watch(place: weakref.ref[MeetingPlace], group: Group, communicator: Any) ->
 def _serve() -> tuple[Any, int]:
     """Paddle's store, and the port that it listens on: on every interface, as it takes no address."""
     with socket.socket() as free:
-        free.bind((HERE, 0))
+        free.bind(("", 0))
         port = free.getsockname()[1]
     return core.TCPStore(HERE, port, True, 1, STORE_S), port
 

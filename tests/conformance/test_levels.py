@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from polydraft import reference
+from polydraft.conformance import lifetime_faults
 from polydraft.conformance.cache_checks import sample, weakest
 from polydraft.conformance.catalogue import every_check
 from polydraft.conformance.chance import ALPHA, POWER, p_value, power, sample_size, tail
@@ -385,3 +386,11 @@ def test_how_often_a_binding_is_launched_is_drawn_and_can_be_drawn_again():
     seed, message = next((seed, message) for seed, message in found.items() if message)
     assert f"out of use {MANY + DRAWN // 2} of one binding" in message
     assert message.count(f"(rerun: polydraft conform reference --check L2/swiglu/many-launches --seed {seed})") == 1
+
+
+@pytest.mark.deep
+def test_weights_and_caches_that_outlive_their_device_are_seen():
+    """No mutant of the zoo: a framework whose pool has kept memory of an earlier trial hides it."""
+    (check,) = (one for one in every_check() if one.id == "L6/memory-of-devices")
+    result = check.result(Target(lifetime_faults.outliving(reference)))
+    assert (result.outcome, "that were closed, grows by" in result.message) == ("fail", True), result.message

@@ -1628,13 +1628,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "sleep",
     ),
     Mutant(
-        "M283",
-        "weights and caches outlive their device",
-        ATTACKER,
-        "L6/memory-of-devices",
-        lifetime.outliving,
-    ),
-    Mutant(
         "M284",
         "graphs beyond the 32nd are the first",
         ATTACKER,

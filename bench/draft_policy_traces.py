@@ -173,7 +173,7 @@ def compared(name: str, machine: Machine, kind: str, batch: int, accepted: tuple
     rows = []
     for k in contenders:
         row: dict[str, Any] = {
-            "machine": name, "work": kind, "batch": batch, "accept_schedule": list(accepted),
+            "shape": name, "backend": "simulated", "work": kind, "batch": batch, "accept_schedule": list(accepted),
             "policy": k if isinstance(k, str) else "fixed", "draft_tokens": k if isinstance(k, int) else MOST, "seeds": seeds,
             "tokens_per_s": round(statistics.mean(later[k]), 1),
         }  # fmt: skip
@@ -197,7 +197,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines: dict[tuple[str, str, float], dict[int, str]] = {}
     for first in range(0, len(rows), len(FIXED) + 2):
         row = best(rows[first : first + len(FIXED) + 2])
-        cells = lines.setdefault((row["machine"], row["work"], row["accept_schedule"][0]), {})
+        cells = lines.setdefault((row["shape"], row["work"], row["accept_schedule"][0]), {})
         cells[row["batch"]] = f"{row['auto_over_this']:.3f}, K = {row['draft_tokens']}"
     batches = (1, 8, 32, 64)
     head = "| machine | work | first draft accepted | " + " | ".join(f"batch {batch}" for batch in batches) + " |"

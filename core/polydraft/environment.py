@@ -15,13 +15,17 @@ is configuration, which is frozen, explained and recorded.
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 from polydraft.errors import ConfigError
 
-__all__ = ["VARIABLES", "cache_folder", "check_environment", "dictate", "given", "is_ci", "no_color", "suggest", "wants_debug"]
+__all__ = [
+    "VARIABLES", "cache_folder", "check_environment", "dictate", "dictating", "given", "is_ci", "no_color", "suggest",
+    "wants_debug",
+]  # fmt: skip
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -83,6 +87,20 @@ def suggest(name: str, value: str) -> None:
 def dictate(name: str, value: str) -> None:
     """Set a variable that a library reads when it is imported, whatever the user has set; for processes of their own."""
     os.environ[name] = value
+
+
+@contextmanager
+def dictating(name: str, value: str) -> Iterator[None]:
+    """Set a variable that a library reads in a call, for as long as this lasts; then what the user has set holds again."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def given(name: str) -> str:

@@ -21,7 +21,7 @@ def test_the_simulated_table_is_that_of_the_result() -> None:
 
 def test_the_trace_is_as_the_page_says() -> None:
     trace = [row for row in RESULT["rows"] if row["work"] == "trace"]
-    of = {name: [row for row in trace if row["machine"] == name] for name in ("ernie21, H200", "mimo-7b, H200")}
+    of = {name: [row for row in trace if row["shape"] == name] for name in ("ernie21, H200", "mimo-7b, H200")}
     assert script.best(of["ernie21, H200"])["auto_over_this_spread"][0] > 1.0
     known = next(row for row in of["mimo-7b, H200"] if row["policy"] == "known")
     assert known["tokens_per_s"] <= script.best(of["mimo-7b, H200"])["tokens_per_s"], "choosing alone gains nothing there"

@@ -9,7 +9,6 @@ devices whose memory is the host's.
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from paddle.base import core
 from polydraft.backend import Collectives
 from polydraft.contracts import COLLECTIVES
 from polydraft.contracts.base import Limits
+from polydraft.environment import dictating
 from polydraft.ranks import Group, Note
 from polydraft.ranks.exchange import KINDS
 from polydraft.ranks.kernels import kernels as in_host_memory
@@ -138,17 +138,11 @@ def _serve() -> tuple[Any, int]:
 
 def _made(spec: str, store: Any, rank: int, size: int, number: int) -> Any:
     """The process group of that number. Paddle asks the environment which rank of all this process is."""
-    kind, before = take_apart(spec).kind, os.environ.get(TRAINER)
-    os.environ[TRAINER] = str(rank)
-    try:
+    kind = take_apart(spec).kind
+    with dictating(TRAINER, str(rank)):
         if kind in PROCESS_GROUPS:
             return getattr(core, PROCESS_GROUPS[kind]).create(store, rank, size, number)
         return core.ProcessGroupCustom.create(store, kind, rank, size, number)
-    finally:
-        if before is None:
-            del os.environ[TRAINER]
-        else:
-            os.environ[TRAINER] = before
 
 
 def _over_arrays(kernel: Callable[[Any, Limits], Run]) -> Kernel:

@@ -1,7 +1,7 @@
 """`--draft-tokens auto:5` beside fixed numbers of drafts, simulated: the real policy, over steps whose times come from a table.
 
     python bench/draft_policy_traces.py --page docs/how_many_drafts.md
-    python bench/draft_policy_traces.py --machine mimo-7b,steep --seeds 2 --out /tmp/traces.json
+    python bench/draft_policy_traces.py --machine mimo-7b,steep --seeds 2 --out traces.json
 
 Nothing is computed and nothing is timed (`tests/support/simulated_steps.py`). A machine is a table of milliseconds by requests
 and drafts: measured ones of this folder, linear between what was measured and beyond it, and invented ones of other shapes. Where

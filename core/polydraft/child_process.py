@@ -1,4 +1,4 @@
-"""Commands that start this interpreter once more, and what became of it in words.
+"""Commands that start this interpreter once more, its end, and what became of it in words.
 
 A child imports what its parent imports. `python -m` and `python -c` put the working directory first on the path, where a folder
 or a file may have the name of a module: a clone of this repository, or somebody's `queue.py`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,15 @@ def running(module: str, *arguments: str) -> list[str]:
 def executing(source: str, *arguments: str) -> list[str]:
     """The command that runs `source`, as `python -c` would, on this process's path."""
     return [sys.executable, "-c", PATH + source, os.pathsep.join(sys.path), *arguments]
+
+
+def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a process that was told to end, and kill it where it has not in so many seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def ending(status: int) -> str:

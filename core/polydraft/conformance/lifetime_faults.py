@@ -287,66 +287,48 @@ def outliving(plugin: Any) -> Any:
     return _table(lambda table, device: Kept(table, {}))(plugin)
 
 
-def first_weights_come_back(plugin: Any) -> Any:
-    """What a device keeps of its weights while it sleeps is what they were when they were made."""
-    made: dict[Any, list[tuple[Any, ...]]] = {}
+def _on_waking(change: Callable[[Any], Any]) -> by.Break:
+    """A device that kept its weights while it slept puts `change(value)` in place of each, `value` being what it was made from;
+    None: it stays."""
 
-    class Noting(TableProxy):
-        def __init__(self, inner: Any, device: Any) -> None:
-            super().__init__(inner, {})
-            self._device = device
+    def broken(plugin: Any) -> Any:
+        made: dict[Any, list[tuple[Any, ...]]] = {}
 
-        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
-            weight = self._inner.prepare_weight(role, value, dtype, previous)
-            if previous is None:
-                mine = value if isinstance(value, PackedWeight) else np.array(value)
-                made.setdefault(self._device, []).append((self._inner, role, mine, dtype, weight))
-            return weight
+        class Noting(TableProxy):
+            def __init__(self, inner: Any, device: Any) -> None:
+                super().__init__(inner, {})
+                self._device = device
 
-    class Faithful(Proxy):
-        _kept = False
+            def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
+                weight = self._inner.prepare_weight(role, value, dtype, previous)
+                changed = change(value) if previous is None else None
+                if changed is not None:
+                    made.setdefault(self._device, []).append((self._inner, role, changed, dtype, weight))
+                return weight
 
-        def sleep(self, *, keep_weights: bool) -> None:
-            self._kept = keep_weights
-            self._inner.sleep(keep_weights=keep_weights)
+        class Changing(Proxy):
+            _kept = False
 
-        def wake(self) -> None:
-            self._inner.wake()
-            for table, *one in made.get(self._inner, []) if self._kept else ():
-                table.prepare_weight(*one)
+            def sleep(self, *, keep_weights: bool) -> None:
+                self._kept = keep_weights
+                self._inner.sleep(keep_weights=keep_weights)
 
-    return by.with_device(Faithful)(_table(Noting)(plugin))
+            def wake(self) -> None:
+                self._inner.wake()
+                for table, *one in made.get(self._inner, []) if self._kept else ():
+                    table.prepare_weight(*one)
+
+        return by.with_device(Changing)(_table(Noting)(plugin))
+
+    return broken
 
 
-def packed_weights_lost_asleep(plugin: Any) -> Any:
-    """Scales of packed weights do not survive sleep at level 1."""
-    made: dict[Any, list[tuple[Any, ...]]] = {}
-
-    class Noting(TableProxy):
-        def __init__(self, inner: Any, device: Any) -> None:
-            super().__init__(inner, {})
-            self._device = device
-
-        def prepare_weight(self, role: str, value: Any, dtype: str, previous: Any = None) -> Any:
-            weight = self._inner.prepare_weight(role, value, dtype, previous)
-            if isinstance(value, PackedWeight) and previous is None:
-                lost = dataclasses.replace(value, scales=np.zeros_like(value.scales))
-                made.setdefault(self._device, []).append((self._inner, role, lost, dtype, weight))
-            return weight
-
-    class Forgetful(Proxy):
-        _kept = False
-
-        def sleep(self, *, keep_weights: bool) -> None:
-            self._kept = keep_weights
-            self._inner.sleep(keep_weights=keep_weights)
-
-        def wake(self) -> None:
-            self._inner.wake()
-            for table, *one in made.get(self._inner, []) if self._kept else ():
-                table.prepare_weight(*one)
-
-    return by.with_device(Forgetful)(_table(Noting)(plugin))
+first_weights_come_back = _on_waking(lambda value: value if isinstance(value, PackedWeight) else np.array(value))
+"""What a device keeps of its weights while it sleeps is what they were when they were made."""
+packed_weights_lost_asleep = _on_waking(
+    lambda value: dataclasses.replace(value, scales=np.zeros_like(value.scales)) if isinstance(value, PackedWeight) else None
+)
+"""Scales of packed weights do not survive sleep at level 1."""
 
 
 def asleep_together(plugin: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import IO, Any, Final, NamedTuple
 import numpy as np
 
 from polydraft.backend import Collectives
-from polydraft.child_process import ending, running
+from polydraft.child_process import await_end, ending, running
 from polydraft.conformance.rank_jobs import JOBS, Found
 from polydraft.conformance.target import Opened, Target
 from polydraft.errors import DeviceError, PolydraftError
@@ -203,11 +203,7 @@ class Other:
         """Let it end, and see to it that it does."""
         with suppress(OSError):
             self._pipe.close()
-        try:
-            self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, ENDING_S)
         self._watcher.join()
         self._answers.close()
 

@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from polydraft.child_process import ending, running
+from polydraft.child_process import await_end, ending, running
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
@@ -307,11 +307,7 @@ class ProcessChannel:
         if pipe is not None:
             with suppress(OSError):
                 pipe.close()
-        try:
-            self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await_end(self._process, ENDING_S)
         self._watcher.join()
 
     def _watch(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from polydraft.child_process import running
+from polydraft.child_process import await_end, running
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
 from polydraft.sampling.automaton import ALL
@@ -271,7 +271,7 @@ class Grammars:
             if self._close is not None:
                 self._close.detach()
             if self._process is not None:
-                _end(self._process)
+                await_end(self._process, END_S)
             self._process = server
             self._close = weakref.finalize(self, _close, server, self._control, self._selector)
         return self._control
@@ -341,13 +341,4 @@ def _close(server: subprocess.Popen[bytes], control: socket.socket, selector: se
         stream.close()
     selector.close()
     control.close()
-    _end(server)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """Wait for a fork server whose socket is closed."""
-    try:
-        server.wait(END_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    await_end(server, END_S)

@@ -1,4 +1,4 @@
-"""Commands that start this interpreter once more, its end, and what became of it in words.
+"""Commands that start this interpreter once more, messages to it, its end, and what became of it in words.
 
 A child imports what its parent imports. `python -m` and `python -c` put the working directory first on the path, where a folder
 or a file may have the name of a module: a clone of this repository, or somebody's `queue.py`.
@@ -11,8 +11,9 @@ import re
 import signal
 import subprocess
 import sys
+from io import RawIOBase
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 PATH: Final = "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep)\n"
 """First of all, before anything is looked for on the path; the two modules are there already."""
@@ -37,6 +38,30 @@ def running(module: str, *arguments: str) -> list[str]:
 def executing(source: str, *arguments: str) -> list[str]:
     """The command that runs `source`, as `python -c` would, on this process's path."""
     return [sys.executable, "-c", PATH + source, os.pathsep.join(sys.path), *arguments]
+
+
+def write_message(pipe: IO[bytes], *parts: bytes | memoryview) -> None:
+    """Write these bytes as one message, which `read_message` reads at the other end: behind its length."""
+    pipe.write(sum(map(len, parts)).to_bytes(8, "little"))
+    pipe.writelines(parts)
+    pipe.flush()
+
+
+def read_message(pipe: RawIOBase) -> bytes:
+    """The next message of a pipe; none where it is closed before its end, however it came to be closed. `pipe` has no buffer: a
+    process that ends while a thread waits for a buffer's next bytes is aborted."""
+    length = _read(pipe, 8)
+    return _read(pipe, int.from_bytes(length, "little")) if length else b""
+
+
+def _read(pipe: RawIOBase, size: int) -> bytes:
+    """So many bytes; none where there are fewer."""
+    found = bytearray()
+    while len(found) < size:
+        if not (piece := pipe.read(size - len(found))):
+            return b""
+        found += piece
+    return bytes(found)
 
 
 def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -18,6 +18,7 @@ import threading
 from contextlib import suppress
 from io import FileIO, RawIOBase
 
+from polydraft.child_process import read_message
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError
@@ -26,25 +27,9 @@ from polydraft.models.checkpoint import Checkpoint
 from polydraft.ranks import Exchange, Group
 
 
-def receive(pipe: RawIOBase) -> bytes:
-    """The next message of a pipe; `END` where it is closed, however rank 0 came to close it."""
-    length = read_exactly(pipe, 8)
-    return read_exactly(pipe, int.from_bytes(length, "little")) if length else END
-
-
-def read_exactly(pipe: RawIOBase, size: int) -> bytes:
-    """The next `size` bytes of a pipe; none where it is closed before them."""
-    found = bytearray()
-    while len(found) < size:
-        if not (piece := pipe.read(size - len(found))):
-            return b""
-        found += piece
-    return bytes(found)
-
-
 def deliver(pipe: RawIOBase, inbox: Inbox, exchange: Exchange) -> None:
     """Take messages from the pipe as they come. Behind the last one rank 0 waits for nothing any more, and may be gone."""
-    while message := receive(pipe):
+    while message := read_message(pipe):
         inbox.put(message)
     inbox.put(END)
     exchange.close()
@@ -60,9 +45,8 @@ def opened(function: str, text: str) -> Checkpoint:
 def main() -> int:
     """Build the engine of this rank and follow. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal, and rank 0 decides
-    # Not `sys.stdin`, which is buffered: a process that ends while a thread waits for a buffer's next bytes is aborted.
-    pipe = FileIO(0, closefd=False)
-    start = json.loads(receive(pipe))
+    pipe = FileIO(0, closefd=False)  # not `sys.stdin`, which is buffered (`read_message`)
+    start = json.loads(read_message(pipe))
     rank, size = start["rank"], start["size"]
     memory = mmap.mmap(start["memory"], 0)
     os.close(start["memory"])

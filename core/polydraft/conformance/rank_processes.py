@@ -19,17 +19,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from polydraft.backend import Collectives
-from polydraft.child_process import await_end, ending, running
+from polydraft.child_process import await_end, ending, read_message, running, write_message
 from polydraft.conformance.rank_jobs import JOBS, Found
 from polydraft.conformance.target import Opened, Target
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.followers import ENDING_S, SHARED
-from polydraft.rank_worker import receive
 from polydraft.ranks import Exchange, Group
 
 MODULE: Final = "polydraft.conformance.rank_processes"
@@ -187,11 +186,11 @@ class Other:
     def ask(self, job: Any) -> None:
         """Have a job done."""
         with suppress(OSError):  # it has ended, which is said where its answer is wanted
-            _send(self._pipe, job)
+            write_message(self._pipe, json.dumps(job).encode())
 
     def answer(self) -> Found | Exception:
         """What that left it with, or raised. A process that has ended is an error."""
-        message = receive(self._answers)
+        message = read_message(self._answers)
         if not message:
             return DeviceError(self._sentence())
         said = json.loads(message)
@@ -206,12 +205,6 @@ class Other:
         await_end(self._process, ENDING_S)
         self._watcher.join()
         self._answers.close()
-
-
-def _send(pipe: IO[bytes], message: Any) -> None:
-    text = json.dumps(message).encode()
-    pipe.write(len(text).to_bytes(8, "little") + text)
-    pipe.flush()
 
 
 def _array(dtype: str, shape: list[int], text: str) -> Any:
@@ -232,9 +225,9 @@ def main(start: str, inside: str) -> None:
     target = Target(**said["target"])
     rank = Rank(target, said["rank"])
     with FileIO(0, closefd=False) as pipe, os.fdopen(int(inside), "wb") as answers:
-        while message := receive(pipe):
+        while message := read_message(pipe):
             meeting, job, values = json.loads(message)
-            _send(answers, _said(rank.do(Meeting(*meeting), job, values)))
+            write_message(answers, json.dumps(_said(rank.do(Meeting(*meeting), job, values))).encode())
     rank.close()
 
 

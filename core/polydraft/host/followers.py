@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from polydraft.child_process import await_end, ending, running
+from polydraft.child_process import await_end, ending, running, write_message
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
@@ -288,9 +288,7 @@ class ProcessChannel:
         assert pipe is not None, "it was asked for"
         try:
             with self._lock:
-                pipe.write(sum(map(len, (message, *data))).to_bytes(8, "little") + message)
-                pipe.writelines(data)
-                pipe.flush()
+                write_message(pipe, message, *data)
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if message != END:
                 self._watcher.join(SAYING_S)  # it knows better why

@@ -68,14 +68,14 @@ class Exchange:
         rest, notes = region[8 * words :], 8 * size * 2 * _WORDS
         self._notes = rest[:notes].view(np.int64).reshape(size, 2, _WORDS)
         self._texts = rest[notes : notes + size * _TEXT].reshape(size, _TEXT)
-        room = max(capacity, _TEXT)  # for what `agree` brings, too
+        room = _room(capacity)
         self._data = rest[notes + size * _TEXT :][: size * 2 * room].reshape(size, 2, room)
         self._count = 0
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
         """Bytes of the region of `size` ranks."""
-        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * max(capacity, _TEXT)
+        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * _room(capacity)
 
     @classmethod
     def of_threads(cls, size: int, capacity: int, patience_s: float = PATIENCE_S) -> list[Exchange]:
@@ -195,6 +195,11 @@ class Exchange:
         """Raise `DeviceError` where a rank has failed, or the engine was closed."""
         if self._state[0]:
             raise DeviceError(self.failure)
+
+
+def _room(capacity: int) -> int:
+    """Bytes of a slot: for what a rank brings to a collective, or to `agree`."""
+    return max(capacity, _TEXT)
 
 
 def _text(stored: Array) -> str:

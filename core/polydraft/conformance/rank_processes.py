@@ -157,7 +157,7 @@ class Other:
         self._pipe = self._process.stdin
         self._rank, self._answers = rank, FileIO(out)
         self._exchange: Exchange | None = None
-        self._watcher = threading.Thread(target=self._watch, name=f"rank {rank} is watched", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name=f"process of rank {rank}", daemon=True)
         self._watcher.start()
 
     def meet_in(self, exchange: Exchange) -> None:

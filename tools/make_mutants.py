@@ -18,7 +18,7 @@ from typing import Any, Final
 
 ROOT = Path(__file__).parents[1]
 PAGE, TABLE = ROOT / "docs" / "backends" / "mutants.md", ROOT / "docs" / "backends" / "mutants.json"
-WANTED: Final = {"emulator": "emulator:0", "paddle": "polyemu:0", "xpu": "polyemu:0"}
+WANTED: Final = {"reference": "queued", "emulator": "emulator:0", "paddle": "polyemu:0", "xpu": "polyemu:0"}
 HEAD: Final = """# Broken backends, and where they die
 
 Each mutant is a fault that was met in the field, put around a real backend; the check named must fail

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench import serve_shape
 from bench.serve_trace import BURST, Answer, measured, summary, table, trace
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.models.checkpoint import Checkpoint
 
 BOUNDS: tuple[tuple[int, int], tuple[int, int]] = ((4, 20), (2, 12))
 
@@ -63,3 +68,15 @@ def test_a_server_is_measured_in_a_burst_and_at_rates_that_follow_from_it(server
 def test_what_a_server_refuses_is_said(server: Any):
     with pytest.raises(ValueError, match=r"ours answered none of 6 requests: status 404: .*no-such"):
         measured("ours", server.url, options("no-such"), [], [])
+
+
+def test_a_shape_that_is_written_is_read_as_it_was_drawn(tmp_path: Path):
+    shape = Path(__file__).parents[2] / "bench" / "shapes" / "tiny.json"
+    serve_shape.write(shape, tmp_path)
+    with closing(RandomCheckpoint(shape)) as drawn, closing(Checkpoint(tmp_path)) as stored:
+        assert stored.names() == drawn.names()
+        for name in drawn.names():
+            wanted = drawn.tensor(name)
+            assert stored.dtype(name) == drawn.dtype(name) == "bfloat16"
+            np.testing.assert_allclose(stored.tensor(name), wanted, rtol=2**-7)
+        assert stored.config["num_hidden_layers"] == 8

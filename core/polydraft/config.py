@@ -95,8 +95,8 @@ class EngineConfig:
     """Of which logits: raw_logprobs (the model's), or processed_logprobs (after penalties, biases, forbidden tokens, limits and
     grammars, and of requests that sample after temperature, top-k, top-p and min-p), as vLLM calls them."""
     draft_logprobs: bool = False
-    """Report with the log probabilities of a request those of each draft that its rounds verify: as many most likely tokens of
-    the distribution that the draft was chosen from."""
+    """Report with the log probabilities of a request those of each draft that its rounds verify: its own, and as many most likely
+    tokens of the distribution that it was chosen from. Each draft pass then computes all logits of its head."""
     constraints: bool = False
     """Serve requests whose output a grammar binds. Steps with such a request are launched in two halves, see
     `program/host_inputs.py`."""

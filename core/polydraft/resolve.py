@@ -691,5 +691,5 @@ def _logprobs(n: _Negotiation) -> None:
     drafts = n.config.draft_logprobs
     if drafts and asked is None:
         n.refuse("--draft-logprobs reports beside the log probabilities of a request; give --logprobs, the most that it may have")
-    n.choose("draft_logprobs", drafts, "of each draft that is verified" if drafts else "drafts have their own alone")
+    n.choose("draft_logprobs", drafts, "of each draft that is verified" if drafts else "those of drafts are not computed")
     n.choose("logprobs_mode", n.config.logprobs_mode, what[n.config.logprobs_mode])

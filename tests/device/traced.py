@@ -44,7 +44,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "wide windows": ({"num_attention_heads": 32}, {}, {}),
     "small head": ({"vocab_size": 4096}, {}, {}),
     "biases": ({"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}, {"proposer": "ngram"}, {}),
-    "log probabilities": ({}, {"logprobs": 2}, {}),
+    "log probabilities": ({}, {"logprobs": 2, "draft_logprobs": True}, {}),
     "constraints": ({}, {"constraints": True}, {}),
     "rejection": ({}, {"verify": "rejection"}, {}),
     "quantised rows": ({}, {"kv_dtype": "fp8"}, {}),

@@ -108,7 +108,7 @@ def test_texts_on_compiled_kernels(num_drafts: int) -> None:
 def test_log_probabilities_of_drafts_that_no_model_drew_are_those_of_certain_ones() -> None:
     params = replace(PARAMS, logprobs=0)
     asks = [Ask(PROMPTS[0], params), Ask(PROMPTS[0], params)]
-    *_, output = drive(engine(MODEL, draft_tokens=5, max_num_seqs=1, logprobs=1, **FEW), asks)
+    *_, output = drive(engine(MODEL, draft_tokens=5, max_num_seqs=1, logprobs=1, draft_logprobs=True, **FEW), asks)
     drawn = {source: [one.draft_logprob for one in output.tokens if one.source == source] for source in ("draft", "lookup")}
     assert len(drawn["lookup"]) > 3
     assert set(drawn["lookup"]) == {0.0}

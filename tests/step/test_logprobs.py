@@ -169,10 +169,10 @@ SERVED = dict(served())
 @pytest.mark.parametrize(("num_drafts", "served_by"), [(1, "reference"), *crossed(2, (0, 3), SERVED)])
 def test_every_request_has_the_bits_that_it_has_alone(served_by: str, num_drafts: int) -> None:
     """Draft numbers likewise: a neighbour that ends, or wants nothing, takes none of them along."""
-    running: Engine = SERVED[served_by](num_drafts, max_num_seqs=3, logprobs=TOP, max_batched_tokens=40)
+    running: Engine = SERVED[served_by](num_drafts, max_num_seqs=3, logprobs=TOP, max_batched_tokens=40, draft_logprobs=True)
     outputs = drive(running, ASKS)
     for ask, output in zip(ASKS, outputs, strict=True):
-        wanted = alone(ask, num_drafts)
+        wanted = alone(ask, num_drafts, draft_logprobs=True)
         assert output.token_ids == wanted.token_ids
         assert output.rounds == wanted.rounds
         assert bits(output) == bits(wanted), f"{served_by}, K={num_drafts}"
@@ -241,7 +241,7 @@ def test_prompt_numbers_are_the_oracles_in_chunks_of_any_size(served_by: str) ->
 
 # -- drafts -------------------------------------------------------------------------------------------------------------
 def test_draft_numbers_are_the_heads_own() -> None:
-    output = alone(ASKS[0])
+    output = alone(ASKS[0], draft_logprobs=True)
     model, known = oracle(MODEL), [*output.prompt_ids]
     records = iter(output.tokens)
     known.append(next(records).token_id)
@@ -320,8 +320,10 @@ def test_they_need_log_probabilities_and_their_contract() -> None:
         CapabilityError, match="--draft-logprobs reports beside the log probabilities of a request; give --logprobs"
     ):
         engine(MODEL, draft_logprobs=True)
-    with pytest.raises(CapabilityError, match="no draft_top_logprobs"):
-        engine(MODEL, logprobs=1, draft_logprobs=True, plugin=backend_without("draft_top_logprobs"))
+    without = backend_without("draft_logprobs", "draft_top_logprobs")
+    with pytest.raises(CapabilityError, match="no draft_logprobs, draft_top_logprobs"):
+        engine(MODEL, logprobs=1, draft_logprobs=True, plugin=without)
+    assert engine(MODEL, logprobs=1, plugin=without).runner.programs, "nobody else needs those"
     assert engine(MODEL, logprobs=1, draft_logprobs=True, draft_tokens=0).runner.programs, (
         "without drafts there is nothing of them"
     )
@@ -331,7 +333,7 @@ def test_they_need_log_probabilities_and_their_contract() -> None:
 def test_under_rejection_no_draft_has_a_number_of_its_neighbours(num_drafts: int) -> None:
     """A greedy request's is the head's own beside whoever samples; one that samples has that of the distribution it drew from."""
     greedy, sampled = ASKS[0], Ask(PROMPTS[3], replace(GREEDY, temperature=0.8, top_k=5, seed=4, max_new_tokens=24))
-    options: dict[str, Any] = {"draft_tokens": num_drafts, "logprobs": TOP, "verify": "rejection"}
+    options: dict[str, Any] = {"draft_tokens": num_drafts, "logprobs": TOP, "draft_logprobs": True, "verify": "rejection"}
     beside = drive(engine(MODEL, **options), [greedy, sampled])
     apart = [drive(engine(MODEL, **options), [ask])[0] for ask in (greedy, sampled)]
     coupled = drive(engine(MODEL, **{**options, "verify": "coupled"}), [greedy])[0]
@@ -343,9 +345,12 @@ def test_under_rejection_no_draft_has_a_number_of_its_neighbours(num_drafts: int
 
 
 def test_what_no_model_drew_is_certain() -> None:
-    output = alone(Ask((5, 9, 5, 9, 5, 9), GREEDY), proposer="ngram")
+    ask = Ask((5, 9, 5, 9, 5, 9), GREEDY)
+    output, untold = (alone(ask, proposer="ngram", draft_logprobs=told) for told in (True, False))
     assert output.drafted > 0
     assert all(value == 0.0 for step in output.drafts for _, value in step)
+    assert [[(token, None) for token, _ in step] for step in output.drafts] == [list(step) for step in untold.drafts]
+    assert all(record.draft_logprob is None for record in untold.tokens)
 
 
 def test_provenance_says_who_chose_each_token() -> None:
@@ -379,7 +384,7 @@ def test_only_the_columns_of_the_batch_are_copied() -> None:
         taken[wanted] = after.bytes_downloaded - before.bytes_downloaded, after.launches - before.launches
     words = {k: len(LogprobHeader) + 2 + 4 * (3 + 2 * (k + 1)) for k in (0, 1, 4)}
     assert {k: taken[k][0] - taken[None][0] for k in words} == {k: 4 * size for k, size in words.items()}
-    assert {taken[k][1] - taken[None][1] for k in words} == {2 + 3}, "two launches for the tokens, one for each draft"
+    assert {taken[k][1] - taken[None][1] for k in words} == {2}, "two launches for the tokens, none for drafts"
 
 
 def test_nothing_is_ranked_for_the_emitted_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,8 +419,8 @@ def test_wishes_that_cannot_be_met_are_refused() -> None:
         SamplingParams(logprobs=-1)
     with pytest.raises(CapabilityError, match="has 64 tokens; ask for at most as many"):
         engine(MODEL, logprobs=65)
-    with pytest.raises(CapabilityError, match="this backend has no draft_logprobs"):
-        engine(MODEL, logprobs=1, plugin=backend_without("draft_logprobs"))
+    with pytest.raises(CapabilityError, match="this backend has no keep_logits, top_logprobs"):
+        engine(MODEL, logprobs=1, plugin=backend_without("keep_logits", "top_logprobs"))
     assert engine(MODEL, plugin=backend_without(*CONTRACTS)).runner.programs, "an engine without them needs none of them"
     plugin = backend_without(*FILTERS)
     with pytest.raises(CapabilityError, match="no filter_probs, forbid_filtered"):

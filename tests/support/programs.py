@@ -23,7 +23,7 @@ from tests.support.runs import Ask, drive, engine, essence
 DEPTHS = (0, 1, 2)
 WAYS = tuple((depth, graph) for depth in DEPTHS for graph in ("off", "decode"))
 """Depth of overlap and graphs: every program can be served each way."""
-RULES = ("logprobs", "proposer", "verify", "draft_vocab", "weights", "weights_ignore")
+RULES = ("logprobs", "draft_logprobs", "proposer", "verify", "draft_vocab", "weights", "weights_ignore")
 """Options that the result of a request alone depends on."""
 MAX_LOGPROBS = 3
 MODEL_LEN = 96
@@ -127,6 +127,7 @@ def program(seed: int) -> Program:
         "max_batched_tokens": slots * (num_drafts + 1) + rng.choice((0, 3, 30)),
         "prefix_cache": rng.random() < 0.7,
         "logprobs": logprobs,
+        "draft_logprobs": logprobs is not None,
     }
     if crowded:
         most = max(min(len(ask.prompt_ids) + ask.params.max_new_tokens, MODEL_LEN) for ask in asks)

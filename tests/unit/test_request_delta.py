@@ -142,7 +142,7 @@ def words(deltas: list[RequestDelta]) -> int:
 
 def test_the_deltas_of_an_engine_add_up_to_its_outputs() -> None:
     def started() -> Any:
-        running = engine("narrow", draft_tokens=3, logprobs=4)
+        running = engine("narrow", draft_tokens=3, logprobs=4, draft_logprobs=True)
         wishes: list[dict[str, Any]] = [{"logprobs": 2, "prompt_logprobs": 3}, {}, {"logprobs": 0, "temperature": 0.9, "seed": 5}]
         for i, wish in enumerate(wishes):
             running.add((5, 9 + i, 33), SamplingParams(max_new_tokens=13, ignore_eos=True, **wish), id=str(i), stream=True)

@@ -56,7 +56,10 @@ class Tokens:
     def drafts(self, output: RequestOutput) -> list[list[dict[str, Any]]]:
         """What each round drafted, accepted or not: in the order of `rounds`."""
         found: list[list[dict[str, Any]]] = [
-            [{"token_id": token, "token": self.text(token), "logprob": number(value)} for token, value in drafts]
+            [
+                {"token_id": token, "token": self.text(token), "logprob": None if value is None else number(value)}
+                for token, value in drafts
+            ]
             for drafts in output.drafts
         ]
         for drafts, tops in zip(found, output.draft_tops, strict=False):

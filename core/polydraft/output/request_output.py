@@ -31,7 +31,8 @@ class TokenRecord(NamedTuple):
     rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
     draft_logprob: float | None = None
-    """With which the token was drawn as a draft, 0 where no model drew it; None where it was no draft."""
+    """With which the token was drawn as a draft, 0 where no model drew it; None where it was no draft, and in engines without
+    `draft_logprobs`."""
     draft_top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens of the distribution that the draft verified in this place was chosen from, accepted or not; () where
     none was, and in engines without `draft_logprobs`."""
@@ -87,11 +88,12 @@ class RequestOutput:
         return tuple(self._records(len(self.token_ids) - len(self.new_token_ids)))
 
     @property
-    def drafts(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+    def drafts(self) -> tuple[tuple[tuple[int, float | None], ...], ...]:
         """What each round drafted, accepted or not, with the log probability that each was drawn with (0 where no model drew
-        it); () where no log probabilities were asked for."""
+        it; None in engines without `draft_logprobs`); () where no log probabilities were asked for."""
         kept = [rows[rows["draft"] != NO_TOKEN] for rows in self.logprobs[1:]]  # the first step chose with no drafts
-        return tuple(tuple(zip(rows["draft"].tolist(), rows["draft_logprob"].tolist(), strict=True)) for rows in kept)
+        told = [rows["draft_logprob"].tolist() if has_drafts(rows) else [None] * len(rows) for rows in kept]
+        return tuple(tuple(zip(rows["draft"].tolist(), own, strict=True)) for rows, own in zip(kept, told, strict=True))
 
     @property
     def draft_tops(self) -> tuple[tuple[tuple[tuple[int, float], ...], ...], ...]:
@@ -113,8 +115,8 @@ class RequestOutput:
         for place, one in enumerate(origins, start):
             record = TokenRecord(self.token_ids[place], *one)
             if len(rows):
-                drawn = float(rows[place]["draft_logprob"]) if one.draft_position else None
-                record = TokenRecord(*record[:4], *_numbers(rows[place]), drawn, draft_top(rows[place]))
+                own = drawn(rows[place]) if one.draft_position else None
+                record = TokenRecord(*record[:4], *_numbers(rows[place]), own, draft_top(rows[place]))
             yield record
 
 
@@ -127,6 +129,11 @@ def rows_of(steps: Sequence[Array], rounds: Sequence[int], num_tokens: int, *, p
     if not parts:
         return NO_ROWS
     return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:num_tokens]
+
+
+def drawn(row: Any) -> float | None:
+    """With which log probability the draft of a row was drawn; None where rows do not have those of drafts."""
+    return float(row["draft_logprob"]) if has_drafts(row) else None
 
 
 def draft_top(row: Any) -> tuple[tuple[int, float], ...]:

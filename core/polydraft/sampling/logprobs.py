@@ -23,12 +23,12 @@ from polydraft.program.plan import StepPlan
 from polydraft.program.program import Memory, ProgramBuilder
 from polydraft.sentinels import NO_TOKEN
 
-CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "draft_logprobs", "pack_prompt_rows")
+CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "pack_prompt_rows")
 """What a backend needs for an engine that reports log probabilities, and for nothing else."""
 FILTERS = ("filter_probs", "forbid_filtered")
 """And besides for processed ones of requests that sample."""
-OF_DRAFTS = ("draft_top_logprobs",)
-"""And for the most likely tokens of drafts."""
+OF_DRAFTS = ("draft_logprobs", "draft_top_logprobs")
+"""And for those of drafts."""
 STAGE = "logprobs"
 PROMPT_ROWS: Unit = "prompt_rows"
 
@@ -99,11 +99,13 @@ class Logprobs:
 
     `raw`: of the logits before penalties, biases, forbidden tokens and temperature; else after them, and of requests that sample
     after top-k, top-p and min-p. Prompt tokens are always reported raw. `draws`: drafts of slots that sample are drawn from
-    distributions that are kept. `tops`: of drafts the most likely tokens are reported, too, as many as of the tokens."""
+    distributions that are kept. `drafts`: those of drafts are reported, too, with as many of the most likely tokens; else none of
+    their logits are kept, and a backend may choose them without computing all."""
 
-    def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool, tops: bool = False) -> None:
-        self._limits, self._raw, self._tops = limits, raw, tops
+    def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool, drafts: bool = False) -> None:
+        self._limits, self._raw, self.drafts = limits, raw, drafts
         self._keeps = raw or verify != "greedy"
+        draws = draws and drafts
         self._drawn = "drawn_top" if draws else "num_top"
         self.columns = (
             Column("num_top", "Most likely tokens wanted beside each; -1: no log probabilities.", empty=-1, value=_top),
@@ -111,7 +113,7 @@ class Logprobs:
             *((Column("drawn_top", "`num_top` of slots that sample.", empty=-1, value=_drawn_top),) if draws else ()),
         )
         words = {
-            "window": record_words(limits.max_seqs, limits.window, limits.max_logprobs + 1, drafts=tops),
+            "window": record_words(limits.max_seqs, limits.window, limits.max_logprobs + 1, drafts=drafts),
             "prompt": record_words(limits.max_logit_rows, 1, limits.max_logprobs + 1),
         }
         of_places = {"window": "B W", "prompt": "NL 1"}
@@ -121,8 +123,8 @@ class Logprobs:
             *(StepBuffer(f"logprobs.{of}.ranks", places) for of, places in of_places.items()),
             *(StepBuffer(f"logprobs.{of}.record", str(count)) for of, count in words.items()),
             StepBuffer("draft_logprobs", "B K", "f32", initial=0),  # what no model drew is certain
-            *(StepBuffer("draft_top_ids", "B K E", initial=NO_TOKEN) for _ in range(tops)),  # a lookup has itself alone
-            *(StepBuffer("draft_tops", "B K E", "f32", initial=0) for _ in range(tops)),
+            *(StepBuffer("draft_top_ids", "B K E", initial=NO_TOKEN) for _ in range(drafts)),  # a lookup has itself alone
+            *(StepBuffer("draft_tops", "B K E", "f32", initial=0) for _ in range(drafts)),
             *(StepBuffer(name, "NL") for name in ("prompt_row", "prompt_slot", "prompt_position")),
             StepBuffer("prompt_token", "NL 1"),
             StepBuffer("prompt_start", "NL", initial=np.arange(limits.max_logit_rows)),  # prompt row i is logit row i
@@ -166,7 +168,7 @@ class Logprobs:
             "top_logprobs", "seqs", STAGE, logits="kept" if kept else "logits",
             temperature=None if self._raw else "temperature", **out,
         )  # fmt: skip
-        of_drafts = {name: name if self._tops else None for name in ("draft_top_ids", "draft_tops")}
+        of_drafts = {name: name if self.drafts else None for name in ("draft_top_ids", "draft_tops")}
         program.add(
             "pack_logprobs", "seqs", STAGE, extra="drafted", drafts="drafts", draft_logprobs="draft_logprobs",
             record="logprobs.window.record", flag=int(self._flag), **of_drafts, **out,
@@ -201,12 +203,12 @@ class Logprobs:
         """Append, after the choice of drafts over some rows of logits, the filing of their log probabilities; `drawn`: of slots
         that sample, and the logits are the distributions that they were drawn with. `add(contract, **fields)` launches over those
         rows."""
-        for contract in ("draft_logprobs", *(OF_DRAFTS if self._tops else ())):
+        for contract in OF_DRAFTS:
             add(contract, tokens=tokens, num_top=self._drawn if drawn else "num_top", given="probs" if drawn else "logits")
 
     @property
     def _flag(self) -> Flag:
-        return Flag.DRAFTS if self._tops else Flag.TARGET
+        return Flag.DRAFTS if self.drafts else Flag.TARGET
 
     # -- up ----------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -247,7 +249,7 @@ class Logprobs:
             requested = top[plan.slots]
             count, columns = int((requested >= 0).sum()), int(requested.max()) + 1
             sizes = limits.window, count, limits.max_seqs, limits.vocab_size
-            tokens = Wanted(int(self._flag), columns, *sizes, drafts=self._tops)
+            tokens = Wanted(int(self._flag), columns, *sizes, drafts=self.drafts)
         if prompt_top is not None:
             columns = int(prompt_top[plan.slots].max()) + 1
             prompt = Wanted(int(Flag.PROMPT), columns, 1, plan.num_prompt_rows, limits.max_seqs, limits.vocab_size)

@@ -118,7 +118,7 @@ class Verifier:
         if self._picks(rows, tokens):
             return
         self._process(rows)
-        report = self._logprobs if program.kind.logprobs else None
+        report = self._logprobs if program.kind.logprobs and self._logprobs is not None and self._logprobs.drafts else None
         if program.kind.rule != "rejection" or not self._keeps_drafts:
             draw = Draw.TARGET if program.kind.rule != "rejection" else Draw.DRAFT
             self._choose(rows, tokens, noise, draw)

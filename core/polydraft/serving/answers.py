@@ -14,7 +14,7 @@ from typing import Any
 from polydraft.models.tokenizer import TextOffsets, Tokenizer
 from polydraft.output.provenance import provenance
 from polydraft.output.request_delta import RequestDelta
-from polydraft.output.request_output import draft_top
+from polydraft.output.request_output import draft_top, drawn
 from polydraft.program.packed import has_drafts
 from polydraft.sentinels import NO_TOKEN
 from polydraft.serving.reasoning import ReasoningReader
@@ -189,7 +189,8 @@ class Choice:
             if place < len(self._rows):
                 row = self._rows[place]
                 record["probability"] = math.exp(float(row["logprobs"][0]))
-                record["draft_probability"] = math.exp(float(row["draft_logprob"])) if position else None
+                own = drawn(row) if position else None
+                record["draft_probability"] = None if own is None else math.exp(own)
                 if has_drafts(row):
                     verified, likely = int(row["draft"]), draft_top(row)
                     record["draft"] = None if verified == NO_TOKEN else self._texts.of(verified)

@@ -209,7 +209,7 @@ class Runner:
             )
             self._logprobs = Logprobs(
                 limits, raw=config.raw_logprobs, verify=config.verify, draws=keep_drafts,
-                tops=config.draft_logprobs and limits.num_drafts > 0,
+                drafts=config.draft_logprobs and limits.num_drafts > 0,
             )  # fmt: skip
         self._verifier = Verifier(
             self.processing, num_valid=model.vocab_size, stores_noise=stores_noise, keep_drafts=keep_drafts,

@@ -31,8 +31,8 @@ from bench.cpu_vs_transformers import PAUSE, ROOT, Peer, bytes_read, copy_rate, 
 
 PAGE = "packed"
 """The marker of the table in a page."""
-PAIRS = {"int8": "Q8_0", "int4": "Q4_0"}
-"""What --weights makes, beside what llama.cpp calls about as many bits."""
+PAIRS = {"int8": "Q8_0", "int8-a8": "Q8_0", "int4": "Q4_0", "int4-a8": "Q4_0"}
+"""What --weights makes, beside what llama.cpp calls about as many bits. It rounds activations as the names with a8 do."""
 METHOD = (
     "contenders take turns, after one turn each to warm up, with a pause before each; a turn is a text of a prompt of 32 "
     "tokens and some decode steps (their median counts; polydraft's step with host and sampling, llama.cpp's with reading "
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, s
     engines: dict[str, Engine] = {}
     peers: dict[str, Peer] = {}
     for weights, theirs_is in PAIRS.items():
-        if args.llama:
+        if args.llama and theirs_is not in peers:
             command = [args.llama, str(ROOT / "llama_peer.py"), str(args.shape), theirs_is, str(usable_processors())]
             peers[theirs_is] = Peer(command)
             turns[f"llama.cpp {theirs_is}"] = theirs(peers[theirs_is], args.prompt)

@@ -27,7 +27,7 @@ from bench.tokens_per_round import NEW_TOKENS, acceptance  # noqa: E402  as for 
 from tests.oracle.prompts import CODE_PROMPTS  # noqa: E402  likewise
 
 DRAFTS = 3
-MADE = ("int8", "fp8", "int4")
+MADE = ("int8", "int8-a8", "fp8", "int4", "int4-a8")
 LEFT = ((), ("mtp",), ("head",), ("head", "mtp"))
 NAME = "bench/results/packing_acceptance.json"
 METHOD = (

@@ -112,6 +112,19 @@ def test_the_golden_multiplies_what_weights_and_activations_stand_for():
     np.testing.assert_array_equal(a.out[:, 0], [127 * 1.5 - 50 + 10, -63.5 * 1.5 - 50 * 1 + 10, 10.0, np.nan])
 
 
+def test_groups_of_int4_and_of_its_rows_by_hand():
+    """Each 32 inputs of a row have a scale of their own and become int8: [127, 1.4] is [127, 1], and of the second group, whose
+    scale is 2, 5 lies halfway between 4 and 6 and becomes the even multiple."""
+    numbers = np.full((1, 17), 0x88, np.uint8)
+    numbers[0, 0], numbers[0, 16] = 0x3F, 0x79
+    weight = PackedWeight(PACKINGS["int4-group32-a8"], (1, 34), numbers, np.array([[0.5, 4.0]], np.float32))
+    x = np.zeros((1, 34))
+    x[0, :2], x[0, 32:] = (127.0, 1.4), (254.0, 5.0)
+    a = SimpleNamespace(x=x, weight=weight, bias=None, out=np.zeros((1, 1)))
+    golden(a, 1)
+    np.testing.assert_array_equal(a.out[0], [0.5 * (7 * 127 - 5 * 1) + 4 * (1 * 254 - 1 * 4)])
+
+
 def test_e4m3_is_every_byte_and_the_nearest():
     codes = np.flatnonzero(np.isfinite(E4M3))
     assert e4m3_bits(E4M3[codes]).tolist() == codes.tolist()
@@ -153,12 +166,12 @@ def test_rounding_is_a_rows_own():
     """Rows of other magnitudes change nothing, and a row is rounded to its own 127 or 448 steps."""
     x = matrix(6, 300)
     x[2] *= 1e6
-    for name in ("int8-channel-a8", "fp8-channel-a8", "fp8-block128-a8"):
+    for name in ("int8-channel-a8", "int4-group32-a8", "fp8-channel-a8", "fp8-block128-a8"):
         packing = PACKINGS[name]
         whole = rounded(x, packing)
         for row in range(6):
             np.testing.assert_array_equal(rounded(x[row : row + 1], packing)[0], whole[row])
-        grain = np.abs(x).max(axis=1, keepdims=True) / (254 if packing.number == "int8" else 28)
+        grain = np.abs(x).max(axis=1, keepdims=True) / (254 if packing.rounded_to == "int8" else 28)
         assert (np.abs(whole - x) <= grain * 1.001).all()
         assert np.abs(whole - x).max() > 0
     assert multiplied(x, x)[0] is x

@@ -157,7 +157,7 @@ def test_a_kernel_pack_that_serves_linear_gets_floats():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weights": "int3"}, ConfigError, r"^weights is 'int3', wanted one of auto, int8, int4, fp8, fp8-a8; correct it or"),
+        ({"weights": "int3"}, ConfigError, r"^weights is 'int3', wanted one of auto, int8, int8-a8, int4, int4-a8, fp8, fp8-a8;"),
         ({"weights_ignore": ["attention"]}, ConfigError, r"^weights_ignore has 'attention', wanted head or mtp; correct it"),
         ({"weights": "auto", "weights_ignore": ["mtp"]}, CapabilityError, r"--weights-ignore mtp: nothing is packed without"),
         ({"instruments": [CallRecorder()]}, ConfigError, r"instrument record: a record cannot hold weights packed as"),

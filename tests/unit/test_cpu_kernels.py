@@ -127,7 +127,9 @@ def test_packed_products_of_any_shape(level: str, data: st.DataObject):
 # -- a row's bits ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("weights", ["exact", "f32", "int8", "int4-group32-zeros", "fp8-block128", "int8-channel-a8"])
+@pytest.mark.parametrize(
+    "weights", ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"]
+)
 def test_a_rows_bits_depend_on_nothing_else(level: str, dtype: str, weights: str):
     """Width of the launch, place in it and number of threads, at sizes where threads are used."""
     rng = np.random.default_rng(3)
@@ -137,6 +139,20 @@ def test_a_rows_bits_depend_on_nothing_else(level: str, dtype: str, weights: str
     for width, threads in itertools.product((1, 2, 3, 4, 7, 8, 9, 16, 31), (1, 2)):
         first = int(rng.integers(0, 45 - width + 1))
         part = product(f"cpu?isa={level}&weights={weights}&threads={threads}", x[first : first + width], w, dtype=dtype)
+        assert np.array_equal(part, whole[first : first + width])
+
+
+@pytest.mark.parametrize("packing", ["int8-channel-a8", "int4-group64-a8"])
+@pytest.mark.parametrize("inputs", [320, 322])
+def test_a_rounded_rows_bits_depend_on_nothing_else_in_a_long_prompt(packing: str, inputs: int):
+    """Rows are shared out where there are enough, and rounded some at a time; the last columns may fill no word."""
+    rng = np.random.default_rng(4)
+    x, w = rng.standard_normal((300, inputs)), pack(rng.standard_normal((250, inputs), np.float32), PACKINGS[packing])
+    whole = product("cpu?threads=1", x, w)
+    rows, exact = multiplied(x.astype(np.float32), w)
+    assert np.abs(whole - rows @ exact.T).max() < 1e-3
+    for first, width, threads in ((0, 300, 2), (5, 290, 8), (127, 3, 1), (200, 70, 3), (299, 1, 1)):
+        part = product(f"cpu?threads={threads}", x[first : first + width], w)
         assert np.array_equal(part, whole[first : first + width])
 
 

@@ -28,7 +28,7 @@ from polydraft_cpu.library import CacheStruct, WeightStruct, last_error, served,
 VERSION, NEWER = 1, {"pack_logprobs": 2}
 """Version of every contract that a compiled kernel is written for, and of those whose first version is not served any more."""
 PANEL = 16
-MOST_ROWS = 8
+MOST_ROWS, ROUNDED_ROWS = 8, 128
 EXPERT_ROWS = 256
 VECTOR_F32, ROWS_F32, ROWS_BF16, PANELS_F32, PANELS_BF16, PANELS_I8, PANELS_F8, PANELS_I4 = range(8)
 DTYPES_OF: Final[Mapping[int, Any]] = {
@@ -38,9 +38,9 @@ DTYPES_OF: Final[Mapping[int, Any]] = {
 PACKED: Final = {"int8": PANELS_I8, "fp8": PANELS_F8, "int4": PANELS_I4}
 
 
-def up(size: int) -> int:
-    """`size` rounded up to a whole panel."""
-    return -(-size // PANEL) * PANEL
+def up(size: int, to: int = PANEL) -> int:
+    """`size` rounded up to a multiple, to a whole panel where none is named."""
+    return -(-size // to) * to
 
 
 def versions() -> Mapping[str, int]:
@@ -68,6 +68,11 @@ class CpuWeight:
     def rounds(self) -> bool:
         """Whether rows are rounded before they are multiplied."""
         return bool(self._struct.rounding)
+
+    @property
+    def group(self) -> int:
+        """Inputs that have a scale of their own; 0: all of them."""
+        return int(self._struct.group)
 
     @property
     def format(self) -> int:
@@ -123,7 +128,7 @@ class CpuWeight:
         self._point(data, chosen, rows, cols, beside)
         s = self._struct
         s.groups_bf16, s.group = int(narrow), group
-        s.rounding, s.rounding_cols = (chosen, packing.columns or cols) if packing.activations else (0, 0)
+        s.rounding, s.rounding_cols = (PACKED[packing.rounded_to], packing.columns or cols) if packing.activations else (0, 0)
 
     def _point(self, data: Array, chosen: int, rows: int, cols: int, beside: dict[str, Array]) -> None:
         """Let the struct name what was laid out."""
@@ -255,6 +260,20 @@ SCRATCH: Final[Mapping[str, Scratch]] = {
 }
 
 
+def _rows_in_floats(a: Any) -> int:
+    """Rows of a tile of a product, converted or rounded."""
+    return MOST_ROWS * (a.x.shape[1] + 2 * PANEL) * 4 if a.x.dtype == "bf16" or a.weight.rounds else 0
+
+
+def _rows_in_bytes(a: Any) -> int:
+    """Rounded rows of a product with their scales, and unpacked weights beside them: `Rows` of numeric_avx512vnni.cpp."""
+    if not a.weight.rounds:
+        return 0
+    rows, inputs = a.x.shape
+    stride, groups = up(inputs, 64), -(-inputs // a.weight.group) if a.weight.group else 1
+    return up(min(ROUNDED_ROWS, rows) * (stride + 8 * groups), 64) + 3 * PANEL * stride
+
+
 @dataclass(frozen=True)
 class CpuProvider:
     """A `Provider` over one compiled kernel."""
@@ -280,7 +299,7 @@ class CpuProvider:
         """What the kernel's threads need between them."""
         threads = self.device.options.num_threads
         if self.name in ("linear", "linear_leaves"):
-            return threads * MOST_ROWS * (args.x.shape[1] + 2 * PANEL) * 4 if args.x.dtype == "bf16" or args.weight.rounds else 0
+            return threads * max(_rows_in_floats(args), _rows_in_bytes(args))
         return SCRATCH[self.name](_parts(args), limits, threads) if self.name in SCRATCH else 0
 
     def _extra(self, args: Any, limits: Limits, table: Array | None) -> list[int]:

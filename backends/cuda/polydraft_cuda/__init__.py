@@ -29,7 +29,7 @@ CAPABILITIES = Capabilities(
     kv_dtypes=("int8", "fp8"),
     sliding_window=True,
     sleep=True,
-    weight_packings=tuple(PACKINGS),
+    weight_packings=tuple(name for name, one in PACKINGS.items() if not (one.activations and one.number == "int4")),
     ranks="processes",
     rank_dtypes=("bf16", "f16", "f32"),
     rank_devices=True,

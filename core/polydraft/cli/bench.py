@@ -62,7 +62,11 @@ chances = listed(float, "numbers between commas")
 @click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]")
 @click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]")
 @click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]")
-@click.option("--weights", metavar="auto|int8|int4|fp8|fp8-a8", help="Pack matrices in fewer bits.  [default: auto, as stored]")
+@click.option(
+    "--weights",
+    metavar="auto|int8|int8-a8|int4|int4-a8|fp8|fp8-a8",
+    help="Pack matrices in fewer bits.  [default: auto, as stored]",
+)
 @click.option("--weights-ignore", type=names, metavar="head,mtp", help="What --weights leaves in that precision.")
 @click.option("--invariant", is_flag=True, default=None, help="Row-invariant arithmetic.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")

@@ -159,7 +159,9 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--dtype", metavar="f32|bf16|f16", help="Precision of activations.  [default: auto]"),
         click.option("--kv-dtype", metavar="auto|int8|fp8", help="How KV rows are kept.  [default: auto, in that precision]"),
         click.option(
-            "--weights", metavar="auto|int8|int4|fp8|fp8-a8", help="Pack matrices in fewer bits.  [default: auto, as stored]"
+            "--weights",
+            metavar="auto|int8|int8-a8|int4|int4-a8|fp8|fp8-a8",
+            help="Pack matrices in fewer bits.  [default: auto, as stored]",
         ),
         click.option("--weights-ignore", type=names, metavar="head,mtp", help="What --weights leaves in that precision."),
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),

@@ -4,8 +4,9 @@ Goldens, the loader and the kit call it in NumPy. A checkpoint is read into this
 copy; how a backend lays a packed weight out in memory is its own business (`prepare_weight`).
 
 Weights of few bits with scales by channel and group: Frantar et al. 2022, GPTQ; Lin et al. 2023, AWQ. Activations rounded by
-token: Xiao et al. 2022, SmoothQuant; by 128 columns of a token beside blocks of 128 x 128: DeepSeek-AI 2024, DeepSeek-V3. E4M3:
-Micikevicius et al. 2022, FP8 Formats for Deep Learning.
+token: Xiao et al. 2022, SmoothQuant; by 128 columns of a token beside blocks of 128 x 128: DeepSeek-AI 2024, DeepSeek-V3; by 32
+columns of a token beside groups of as many: ggml's products of Q4_0. E4M3: Micikevicius et al. 2022, FP8 Formats for Deep
+Learning.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Packing:
 
     `number`: how each is stored. A scale is of `rows` outputs and `columns` inputs (0: all of them); the last block of a matrix
     may be smaller. `zeros`: each scale has a zero point from 0 to 15 beside it (int4). `activations`: rows of activations are
-    rounded to the same kind of number, each `columns` of a row with a scale of their own (`rounded`), and not at all without."""
+    rounded to 8 bits (`rounded_to`), each `columns` of a row with a scale of their own (`rounded`), and not at all without."""
 
     number: Number
     rows: int = 1
@@ -64,6 +65,11 @@ class Packing:
         return math.prod(rows) * (-(-inputs // 2) if self.number == "int4" else inputs) + scales
 
     @property
+    def rounded_to(self) -> Number:
+        """The kind of number that activations are rounded to, where they are: that of the weights, int8 beside int4."""
+        return "fp8" if self.number == "fp8" else "int8"
+
+    @property
     def grouped(self) -> bool:
         """Whether there are several scales along the inputs of one output alone."""
         return bool(self.columns) and self.rows == 1
@@ -72,6 +78,7 @@ class Packing:
 def _packings() -> dict[str, Packing]:
     found = [Packing("int8"), Packing("int8", activations=True)]
     found += [Packing("int4", 1, columns, zeros) for zeros in (False, True) for columns in (0, 32, 64, 128)]
+    found += [Packing("int4", 1, columns, activations=True) for columns in (32, 64, 128)]
     for rows, columns in ((1, 0), (128, 128)):
         found += [Packing("fp8", rows, columns), Packing("fp8", rows, columns, activations=True)]
     return {one.name: one for one in found}
@@ -290,7 +297,7 @@ def _by_scales_of(x: Array, packing: Packing, values: Array) -> Array:
     """Values rounded by the scales of x."""
     with np.errstate(invalid="ignore", over="ignore"):
         most = np.abs(_columns(x, packing)).max(axis=-1, keepdims=True, initial=0.0)  # NaN where there is one
-        scale = np.maximum(most / np.float32(LARGEST[packing.number]), np.float32(LEAST_SCALE))
+        scale = np.maximum(most / np.float32(LARGEST[packing.rounded_to]), np.float32(LEAST_SCALE))
         scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
         q = _columns(values, packing) / scale
     q = E4M3[e4m3_bits(q)] if packing.number == "fp8" else np.rint(q)
@@ -321,7 +328,11 @@ class MadeAtLoad:
 
 MADE: Final[Mapping[str, MadeAtLoad]] = {
     "int8": MadeAtLoad(PACKINGS["int8-channel"], "activations stay as they are, which errs least"),
+    "int8-a8": MadeAtLoad(PACKINGS["int8-channel-a8"], "rows are rounded, too, which errs more; CPUs multiply bytes fastest"),
     "int4": MadeAtLoad(PACKINGS["int4-group32"], "groups of 32 err least"),
+    "int4-a8": MadeAtLoad(
+        PACKINGS["int4-group32-a8"], "groups of rows are rounded, too, which errs little more; CPUs multiply bytes fastest"
+    ),
     "fp8": MadeAtLoad(PACKINGS["fp8-channel"], "activations stay as they are, which errs least"),
     "fp8-a8": MadeAtLoad(PACKINGS["fp8-channel-a8"], "rows are rounded, too, which errs more; tensor cores of fp8 take both"),
 }

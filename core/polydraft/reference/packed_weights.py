@@ -50,7 +50,7 @@ def rounding(packing: Packing | None) -> Callable[[Array], Array]:
     """What `linear` does to rows [n, inputs] float32 before it multiplies them."""
     if packing is None or not packing.activations:
         return lambda x: x
-    most, columns = MOST[packing.number], packing.columns
+    most, columns = MOST[packing.rounded_to], packing.columns
 
     def rounded(x: Array) -> Array:
         out = np.empty_like(x)
@@ -61,7 +61,7 @@ def rounding(packing: Packing | None) -> Callable[[Array], Array]:
                 scale = np.maximum(np.abs(part).max(axis=1, keepdims=True) / most, np.float32(2.0**-100))
                 scale[~np.isfinite(scale)] = np.nan
                 quotient = part / scale
-            out[:, begin : begin + width] = (np.rint(quotient) if packing.number == "int8" else nearest_fp8(quotient)) * scale
+            out[:, begin : begin + width] = (np.rint(quotient) if packing.rounded_to == "int8" else nearest_fp8(quotient)) * scale
         return out
 
     return rounded

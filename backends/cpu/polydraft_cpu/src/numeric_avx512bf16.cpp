@@ -252,19 +252,12 @@ void packed(const Linear& a, const Call& c, int64_t first, int64_t last, uint16_
   packed_rows<F, 1, 8>(a, row, c.n, first, last, space);
 }
 
-const Kernel* general() {
-  for (int64_t i = 0; i < avx512_table.count; i++)
-    if (avx512_table.kernels[i].act == BF16 && __builtin_strcmp(avx512_table.kernels[i].name, "linear") == 0)
-      return &avx512_table.kernels[i];
-  return nullptr;
-}
-
 void linear(const void* args, const Call& c) {
   const auto& a = *static_cast<const Linear*>(args);
   const Weight& w = *a.weight;
   const bool bytes = w.format == PANELS_I8 || w.format == PANELS_F8, whole = w.format == PANELS_BF16;
   if (w.rounding || !(bytes || whole || w.format == PANELS_I4)) {
-    static const Kernel* const other = general();
+    static const Kernel* const other = kernel_of(&avx512vnni_table, "linear", BF16);
     other->run(args, c);
     return;
   }
@@ -298,7 +291,7 @@ const Kernel kernels[] = {{"linear", BF16, linear, linear_worth, sizeof(Linear) 
 }  // namespace
 
 extern const Table avx512bf16_table;
-const Table avx512bf16_table = {"avx512bf16", kernels, 1, avx512_table.primitives, &avx512_table};
+const Table avx512bf16_table = {"avx512bf16", kernels, 1, avx512_table.primitives, &avx512vnni_table};
 }  // namespace pd
 #if defined(__clang__)
 #pragma clang attribute pop

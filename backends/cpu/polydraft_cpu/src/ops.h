@@ -94,7 +94,7 @@ struct Table {
 
 extern const Table portable_table;
 #if defined(__x86_64__)
-extern const Table avx2_table, avx512_table, avx512bf16_table;
+extern const Table avx2_table, avx512_table, avx512vnni_table, avx512bf16_table;
 #endif
 extern const Kernel state_kernels[];
 extern const int64_t num_state_kernels;
@@ -102,6 +102,14 @@ extern const Kernel sampling_kernels[];
 extern const int64_t num_sampling_kernels;
 extern const Kernel logprob_kernels[];
 extern const int64_t num_logprob_kernels;
+
+// A kernel of a level, or of those that have the rest; null: none has it. Only where both are known to this processor.
+static inline const Kernel* kernel_of(const Table* table, const char* name, int64_t act) {
+  for (; table; table = table->rest)
+    for (int64_t i = 0; i < table->count; i++)
+      if (table->kernels[i].act == act && __builtin_strcmp(table->kernels[i].name, name) == 0) return &table->kernels[i];
+  return nullptr;
+}
 
 inline void share(int64_t total, const Call& c, int64_t* first, int64_t* last) {
   *first = total * c.part / c.parts;

@@ -165,7 +165,10 @@ std::vector<const Table*> levels() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       found.push_back(&avx512_table);
-      if (avx512bf16_table.name && has_bf16_products()) found.push_back(&avx512bf16_table);
+      if (__builtin_cpu_supports("avx512vnni")) {
+        found.push_back(&avx512vnni_table);
+        if (avx512bf16_table.name && has_bf16_products()) found.push_back(&avx512bf16_table);
+      }
     }
   }
 #endif

@@ -223,6 +223,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
             "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
             "tensor_parallel": options.tensor_parallel,
+            "expert_parallel": options.expert_parallel,
             "kv_dtype": what.kv,
             "weights": what.weights,
             **({"draft_vocab": what.vocab} if drafts and what.vocab else {}),
@@ -252,6 +253,7 @@ def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, A
         cell.engine.close()
     row |= {
         "tensor_parallel": options.tensor_parallel,
+        "expert_parallel": options.expert_parallel,
         "logprobs": asked,
         "head": what.head,
         "routing": "uniform" if any(isinstance(block.feed_forward, SparseMoe) for block in cell.engine.model.blocks) else None,
@@ -287,6 +289,7 @@ def main() -> int:
     parser.add_argument("--compare", choices=list(VARIANTS), default="off", help="every cell with and without, in turn")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
+    parser.add_argument("--expert-parallel", action="store_true", help="they keep whole experts")
     parser.add_argument("--bare", action="store_true", help="do not record what the host spends by stage")
     parser.add_argument(
         "--cool", type=float, default=0.0, help="wait before each cell until the device has at most so many degrees Celsius"

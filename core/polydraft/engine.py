@@ -75,7 +75,7 @@ from polydraft.program.host_inputs import FeatureFactory, HostView, Needs
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
 from polydraft.program.program import refuse_lacking
-from polydraft.proposers.base import built_in
+from polydraft.proposers.base import DraftWeights, built_in
 from polydraft.ranks import Group, exchange
 from polydraft.resolve import Resolved, dequantised, resolve
 from polydraft.sampling import draft_vocab
@@ -178,7 +178,9 @@ class Engine:
     def _start_followers(self, backend: object | None, checkpoint: Checkpoint | None) -> Followers:
         """The other ranks, which build their engines meanwhile."""
         resolved, config, rungs = self.resolved, replace(self.config, backend=self.info.name), self.draft_policy.rungs
-        capacity = largest_message(of_ranks(self.model, resolved.ranks), resolved.limits)
+        brought = self.proposers.weights(resolved.proposer, self.model, config.draft_model)
+        draft_hidden = brought.hidden_size if brought else 0
+        capacity = largest_message(of_ranks(self.model, resolved.ranks), resolved.limits, draft_hidden)
         if self.info.capabilities.ranks == "threads":
 
             def build(group: Group) -> Engine:
@@ -226,7 +228,7 @@ class Engine:
             features = (*features, self._constraints)
         options = DeviceOptions(
             self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode,
-            0 if self.group is None else self.group.rank,
+            self._own_rank,
         )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
@@ -257,14 +259,17 @@ class Engine:
             self._share, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
             stored=self._stored, taken=self._taken,
         )  # fmt: skip
-        brought = self.proposers.weights(self.resolved.proposer, self.model, self.config.draft_model)
+        brought = self._brought()
         check_weights(self.device, self.resolved, nbytes, brought.nbytes(self.resolved.dtype) if brought else 0)
         self._weights = prepare(
             self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, taken=self._taken, loading=loading
         )
         self.weights_digest = self._told(digested)
         """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
-        self._draft_weights = brought = brought.sharing(self.model, weights) if brought else None
+        if brought is not None:
+            same = bool if self.group is None else self.group.exchange.everywhere
+            brought = brought.sharing(self.model, self._of_rank(weights), same)
+        self._draft_weights = brought
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
         bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
@@ -280,7 +285,7 @@ class Engine:
             steps, device=self.device, plugins=self.plugins, table=self.table, model=self._share, weights=bound,
             proposer=self.proposers.factory(self.resolved.proposer), features=features,
             stages=checked_stages(self.plugins.gather("polydraft_parameters")), draft_ids=self._draft_ids,
-            draft_model=self.config.draft_model, points=self.points,
+            draft_model=self.config.draft_model, rank=options.rank, points=self.points,
         )  # fmt: skip
         if self.group is not None:
             self.group.exchange.meet(0)
@@ -351,28 +356,54 @@ class Engine:
         they are stored so or that was asked for; and what digests them meanwhile, where that was asked for. Where there are
         ranks, what `rank` keeps of each, None for this one. `twice`: they are read again, and have to be the same then."""
         packing, ignored, cut = self.resolved.packing, self.config.weights_ignore, dict[str, Share]()
-        tensors: Mapping[str, Matrix] = AsStored(weights)
-        if self.group is not None:
-            own = self.group.rank if rank is None else rank
-            if packing is not None and not packing.columns:  # a scale is of all inputs of an output, also where a rank has some
-                shares, packed_ones = shares_of(self.model, self._share, own), packed_at_load(self.model, ignored)
-                cut = {name: kept for name in packed_ones if (kept := shares[name]) is not None and kept.axis == 1}
-            tensors = OfRank(weights, self.model, self._share, own, cut)
+        own = self._own_rank if rank is None else rank
+        if self.group is not None and packing is not None and not packing.columns:
+            # a scale is of all inputs of an output, also where a rank has some
+            shares, packed_ones = shares_of(self.model, self._share, own), packed_at_load(self.model, ignored)
+            cut = {name: kept for name in packed_ones if (kept := shares[name]) is not None and kept.axis == 1}
+        tensors = self._of_rank(weights, own, cut)
         if twice:
             tensors = Unchanged(tensors)
         digested: Digested | None = None
         if self.config.weights_digest:
             tensors = digested = Digested(tensors)
         if self._draft_ids is not None:
-            tensors = WithDraftHead(tensors, self._draft_ids)
+            ids, share = self._draft_ids, self._share.vocab_share
+            rows = ids[draft_vocab.own_rows(ids, share, own)] - own * share
+            tensors = WithDraftHead(tensors, rows, draft_vocab.num_rows(ids, share))
         if self.resolved.leaves:
-            tensors = InLeaves(tensors, self._share)
+            tensors = InLeaves(tensors, self._share.weights())
         if packing is None:
             return tensors, digested
         packed = PackedAtLoad(tensors, self.model, packing, ignored, cut)
         if rank is None:
             self.packing_errors = packed.errors
         return packed, digested
+
+    @property
+    def _own_rank(self) -> int:
+        """Which of the ranks this is."""
+        return 0 if self.group is None else self.group.rank
+
+    def _of_rank(
+        self, weights: Weights, rank: int | None = None, cut: Collection[str] = ()
+    ) -> Mapping[str, Matrix]:  # fmt: skip
+        """What `rank` keeps of the tensors of a checkpoint, None for this one; all of it where there is one rank. `cut`: those
+        that are given as a whole."""
+        if self.group is None:
+            return AsStored(weights)
+        own = self._own_rank if rank is None else rank
+        return OfRank(weights, shares_of(self.model, self._share, own), cut)
+
+    def _brought(self, rank: int | None = None) -> DraftWeights | None:
+        """What the proposer reads from a checkpoint of its own, and `rank` keeps, None for this one."""
+        name, draft_model = self.resolved.proposer, self.config.draft_model
+        brought = self.proposers.weights(name, self._share, draft_model)
+        if brought is None or self.group is None:
+            return brought
+        whole = self.proposers.weights(name, self.model, draft_model)
+        assert whole is not None, "there is a checkpoint whatever the share"
+        return brought.of_rank(whole, self._share, self._own_rank if rank is None else rank)
 
     def _told(self, digested: Digested | None) -> str:
         """The digest of weights that have been read, which is logged."""
@@ -469,8 +500,10 @@ class Engine:
         self._torn_draft = False
         """Whether those of the proposer's own checkpoint are not, either."""
         self._given: dict[str, Matrix] = {}
-        self._offer: Update | None = None
+        self._offer: list[Update] = []
         self._offered_checkpoint: Checkpoint | None = None
+        self._offered_draft: DraftWeights | None = None
+        self._offered_files = ExitStack()
         self.sleep_level: SleepLevel | None = None
         """How it sleeps; None while it is awake."""
         self._in_memory = {"weights": False, "draft": False}
@@ -815,17 +848,12 @@ class Engine:
             updates = [self._update(canonical)]
             brought = self._draft_weights
             if brought is not None and draft is not None:
-                arrays = draft if isinstance(draft, Mapping) else None
-                before = brought.directory
-                brought = brought if isinstance(draft, Mapping) else replace(brought, directory=Path(draft))
-                if arrays is not None or brought.directory != before:  # what is read anew follows the target as it did
-                    brought.check_shared(self.model, canonical, arrays)
-                own = read.enter_context(brought.canonical(self.model, arrays))
-                updates.append(Update(self._own, Unchanged(own), brought.roles))
-            place = "" if isinstance(source, Mapping) else str(Path(source).absolute())
+                brought, arrays = _from(brought, draft)
+                updates.append(self._draft_update(brought, arrays, canonical, read))
             if self._followers is not None:
-                read.enter_context(self._offered(self._followers, weights, given=not place))
-            self._on_all_ranks(lambda: read_all(updates), lambda others: others.check_weights(place))
+                read.enter_context(self._offered(self._followers, weights, source, draft))
+            places = _place(source), None if draft is None else _place(draft)
+            self._on_all_ranks(lambda: read_all(updates), lambda others: others.check_weights(*places))
             try:
                 self._quiesce(running, step)
                 if self.text_check is not None:
@@ -847,6 +875,17 @@ class Engine:
         self._forget_rows()
         if moved:
             self._rebind()
+
+    def _draft_update(
+        self, brought: DraftWeights, arrays: Mapping[str, Any] | None, canonical: Mapping[str, Matrix], read: ExitStack
+    ) -> Update:  # fmt: skip
+        """What puts `brought`, from `arrays` or its directory, in place of the proposer's weights, beside `canonical` ones of the
+        model, while `read` is open."""
+        assert self._draft_weights is not None, "there are some to replace"
+        if arrays is not None or brought.directory != self._draft_weights.directory:  # what is read anew follows as it did
+            brought.check_shared(self.model, canonical, arrays)
+        own = read.enter_context(brought.canonical(self.model, arrays))
+        return Update(self._own, Unchanged(own), brought.roles)
 
     def _refilled(self, updates: Sequence[Update]) -> bool:
         """Put these in place; whether some weight has moved, on any rank. What fails here leaves some weights new and others
@@ -911,14 +950,23 @@ class Engine:
         return found
 
     @contextmanager
-    def _offered(self, followers: Followers, weights: Weights, *, given: bool) -> Iterator[None]:
-        """What the other ranks have of new weights, their shares of `weights` where these are `given` to them, they forget where
-        this is left by an error."""
+    def _offered(
+        self, followers: Followers, weights: Weights, source: WeightSource, draft: WeightSource | None
+    ) -> Iterator[None]:  # fmt: skip
+        """What the other ranks have of new weights, their shares of those that are arrays, they forget where this is left by an
+        error. `weights`: those of `source`."""
         try:
-            nbytes = {name: weight.nbytes for name, weight in self._weights.items()}
-            for rank in range(1, followers.group.size) if given else ():
-                for name, value in read_ahead(self._canonical(weights, rank=rank)[0], nbytes):
-                    followers.give_share(rank, name, value)
+            for rank in range(1, followers.group.size):
+                canonical, _ = self._canonical(weights, rank=rank)
+                given = [self._update(canonical)] if isinstance(source, Mapping) else []
+                with ExitStack() as read:
+                    brought = self._brought(rank) if isinstance(draft, Mapping) else None
+                    if brought is not None and self._draft_weights is not None:
+                        brought = replace(brought, directory=self._draft_weights.directory, same=self._draft_weights.same)
+                        given.append(self._draft_update(brought, cast("Mapping[str, Any]", draft), canonical, read))
+                    for update in given:
+                        for name, value in read_ahead(update.canonical, update.nbytes):
+                            followers.give_share(rank, name, value)
             yield
         except BaseException:
             with suppress(DeviceError):
@@ -930,26 +978,35 @@ class Engine:
         """A tensor of this rank's share of weights that rank 0 has in memory."""
         self._given[name] = value
 
-    def check_weights(self, directory: str) -> None:
-        """Read what this rank keeps of the weights in `directory`, "": what it was given, and say what is wrong with them."""
+    def check_weights(self, directory: str, draft: str | None) -> None:
+        """Read what this rank keeps of the weights in `directory`, "": what it was given, and say what is wrong with them; of
+        those of the proposer's own checkpoint in `draft` the same, None: these stay."""
 
         def read() -> None:
             canonical: Mapping[str, Matrix] = self._given
             if directory:
                 self._offered_checkpoint = Checkpoint(directory)
                 canonical, _ = self._canonical(self._weights_of(self._offered_checkpoint), twice=True)
-            self._offer = self._update(canonical)
-            read_all([self._offer])
+            self._offer = [self._update(canonical)]
+            brought = self._draft_weights
+            if brought is not None and draft == "":
+                self._offer.append(Update(self._own, self._given, brought.roles))
+            elif brought is not None and draft is not None:
+                brought, _ = _from(brought, draft)
+                self._offer.append(self._draft_update(brought, None, canonical, self._offered_files))
+            self._offered_draft = brought
+            read_all(self._offer)
 
         with self._told_rank_0():
             self._on_all_ranks(read)
 
     def take_weights(self) -> None:
         """Put them in place."""
-        assert self._offer is not None, "all ranks have checked them"
+        assert self._offer, "all ranks have checked them"
         moved = False
         with self._told_rank_0():
-            moved = self._refilled([self._offer])
+            moved = self._refilled(self._offer)
+            self._draft_weights = self._offered_draft
             if self._offered_checkpoint is not None:
                 self.checkpoint.close()
                 self.checkpoint, self._offered_checkpoint = self._offered_checkpoint, None
@@ -961,7 +1018,8 @@ class Engine:
         """Forget them."""
         if self._offered_checkpoint is not None:
             self._offered_checkpoint.close()
-        self._given, self._offer, self._offered_checkpoint = {}, None, None
+        self._offered_files.close()
+        self._given, self._offer, self._offered_checkpoint, self._offered_draft = {}, [], None, None
 
     @contextmanager
     def _told_rank_0(self) -> Iterator[None]:
@@ -983,11 +1041,6 @@ class Engine:
             )
         if self.failure:
             raise DeviceError(self.failure)
-        if self.group is not None and draft is not None:
-            raise CapabilityError(
-                f"draft weights were given, and the model is split over {self.group.size} ranks, on which they stay as they are; "
-                "leave them out"
-            )
         if draft is not None and self._draft_weights is None:
             raise CapabilityError(
                 f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
@@ -1153,10 +1206,11 @@ class Engine:
         a reduced draft vocabulary. Raises `CheckpointError` where the proposer's checkpoint has changed or is gone."""
         found: dict[str, Array] = {}
         if self._draft_ids is not None and DRAFT_HEAD in names:
-            found[DRAFT_HEAD] = unpacked(WithDraftHead(self.canonical_weights(), self._draft_ids)[DRAFT_HEAD])
+            ids = self._draft_ids
+            found[DRAFT_HEAD] = unpacked(WithDraftHead(self.canonical_weights(), ids, len(ids))[DRAFT_HEAD])
         if self._draft_weights is not None:
             with self._draft_weights.canonical(self.model) as own:
-                found |= {name: own[name] for name in names if name in own}
+                found |= {name: unpacked(own[name]) for name in names if name in own}
         return found
 
     @property
@@ -1168,6 +1222,18 @@ class Engine:
     def share(self) -> ModelDescription:
         """Description of what this rank computes with, in sums by leaf where bits are the same for every number of ranks."""
         return self._share
+
+
+def _place(source: WeightSource) -> str:
+    """The directory of weights, "" of arrays."""
+    return "" if isinstance(source, Mapping) else str(Path(source).absolute())
+
+
+def _from(brought: DraftWeights, draft: WeightSource) -> tuple[DraftWeights, Mapping[str, Any] | None]:
+    """A proposer's weights, read from a directory or from arrays; and these."""
+    if isinstance(draft, Mapping):
+        return brought, draft
+    return replace(brought, directory=Path(draft)), None
 
 
 __all__ = ["Engine", "EngineTotals", "PolydraftError", "RequestOutput"]

@@ -163,7 +163,7 @@ def resolve(
     n.choose("check_texts", config.check_texts, again)
     schedule = _schedule(n, drafts)
     blocks = {**share.layers, **own_layers}
-    _refuse_of_ranks(n, proposer, verify, dtype, sharing=sharing, narrow=draft_vocab is not None)
+    _refuse_of_ranks(n, proposer, verify, dtype, sharing=sharing)
     _refuse_packing_of_ranks(n, share, packing)
     _refuse_blocks(n, blocks)
     limits = _limits(n, length, drafts, lambda block_size: block_bytes(blocks, block_size, dtype, kv))
@@ -249,7 +249,7 @@ def _share(n: _Negotiation, leaves: bool) -> ModelDescription:
     return share
 
 
-def _refuse_of_ranks(n: _Negotiation, proposer: str, verify: str, dtype: str, *, sharing: Collection[str], narrow: bool) -> None:
+def _refuse_of_ranks(n: _Negotiation, proposer: str, verify: str, dtype: str, *, sharing: Collection[str]) -> None:
     """What ranks cannot do yet, by name."""
     config, num_ranks = n.config, n.config.tensor_parallel
     if num_ranks == 1:
@@ -257,8 +257,6 @@ def _refuse_of_ranks(n: _Negotiation, proposer: str, verify: str, dtype: str, *,
     lacking = {
         f"--dtype {dtype}": dtype not in n.caps.rank_dtypes and f"ranks add up in {' or '.join(n.caps.rank_dtypes)} alone",
         f"--proposer {proposer}": proposer not in sharing and "it does not draft over a share of a model",
-        f"--draft-model {config.draft_model}": bool(config.draft_model) and "a draft model is not shared out",
-        "--draft-vocab": narrow and "a reduced draft vocabulary is not shared out",
         f"--verify {verify}": verify == "rejection" and "its noise and its tokens would be each rank's own",
         "--enable-sleep-mode": config.enable_sleep_mode and "ranks cannot sleep",
         "--weights-digest": config.weights_digest and "no rank reads all weights",

@@ -17,7 +17,7 @@ from polydraft import Engine, SamplingParams
 from polydraft.errors import CapabilityError
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
-from polydraft.models.ranks import OfRank, Share, of_ranks
+from polydraft.models.ranks import OfRank, Share, of_ranks, shares_of
 from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan import StepPlan
@@ -203,7 +203,7 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(
     with Checkpoint(tiny.checkpoint(model)) as checkpoint:
         description, table = FamilyRegistry().describe(checkpoint)
         weights, share = load_weights(checkpoint, description, table), of_ranks(description, ranks, whole_experts=whole_experts)
-        kept = [OfRank(weights, description, share, rank) for rank in range(ranks)]
+        kept = [OfRank(weights, shares_of(description, share, rank)) for rank in range(ranks)]
         for name, whole in description.weights().items():
             value, declared = weights[name], share.weights()[name]
             read.clear()
@@ -317,9 +317,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "intermediate": ("shared", {"tensor_parallel": 3}, "56 intermediate features cannot be shared out evenly .layers.0."),
     "experts": ("sparse-glm", {"tensor_parallel": 16}, "cannot be shared out evenly"),
     "rejection": ("narrow", {"verify": "rejection"}, "--verify rejection with --tensor-parallel 2"),
-    "draft vocabulary": (
-        "narrow", {"draft_vocab": f"{tiny.token_counts(64)}:16"}, "--draft-vocab with --tensor-parallel 2: a reduced draft vocab"
-    ),
     "no experts": ("narrow", {"expert_parallel": True}, "--expert-parallel: model narrow has no experts; leave it out"),
     "one rank": (
         "sparse-glm", {"expert_parallel": True, "tensor_parallel": 1},

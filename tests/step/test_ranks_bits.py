@@ -19,7 +19,7 @@ from polydraft import Engine, RequestOutput
 from polydraft.device import Array
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
-from polydraft.models.ranks import LEAVES, OfRank, in_leaves, of_ranks, without_leaves
+from polydraft.models.ranks import LEAVES, OfRank, in_leaves, of_ranks, shares_of, without_leaves
 from polydraft.models.weights import InLeaves
 from polydraft.plugins.default_backend import default_backend
 from tests.support import tiny
@@ -122,12 +122,12 @@ def test_a_rank_has_a_run_of_the_leaves_of_one_device(model: str, whole_experts:
     with Checkpoint(tiny.checkpoint(model)) as checkpoint:
         plain, table = FamilyRegistry().describe(checkpoint)
         weights, description = load_weights(checkpoint, plain, table), in_leaves(plain, whole_experts=whole_experts)
-        one = InLeaves(weights, description)
+        one = InLeaves(weights, description.weights())
         leaved = [name for name, tensor in description.weights().items() if tensor.leaves]
         assert {"layers.0.o", "mtp.0.o"} <= set(leaved)
         for ranks in (2, 4):
             share = of_ranks(description, ranks, whole_experts=whole_experts)
-            kept = [InLeaves(OfRank(weights, plain, share, rank), share) for rank in range(ranks)]
+            kept = [InLeaves(OfRank(weights, shares_of(plain, share, rank)), share.weights()) for rank in range(ranks)]
             for name in leaved:
                 stack = description.weights()[name].stack or 1
                 pieces = [np.asarray(rank[name]) for rank in kept]

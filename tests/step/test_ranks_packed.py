@@ -193,7 +193,7 @@ def test_a_share_of_what_is_stored_is_what_one_device_has(made: Made):
         description, table = FamilyRegistry().describe(checkpoint)
         weights = load_weights(checkpoint, description, table)
         share, names = of_ranks(description, 2), list(weights.packings)
-        kept = [OfRank(weights, description, share, rank) for rank in range(2)]
+        kept = [OfRank(weights, shares_of(description, share, rank)) for rank in range(2)]
         for name in names:
             declared = description.weights()[name]
             for rank, one in enumerate(kept):

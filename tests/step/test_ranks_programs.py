@@ -1,6 +1,6 @@
 """Random programs over several ranks with `--invariant`: whatever requests ask for and however they are served, on an emulator
 in any legal order of each rank's operations, texts, rounds and log probabilities are those of the request alone on one device, to
-the bit. Some are given new weights in the middle, some draft by what the host looks up.
+the bit. Some are given new weights in the middle, some draft by what the host looks up, some with a draft model.
 
 The generator is that of the emulator's programs (`tests/support/programs.py`), less what ranks refuse.
 """
@@ -19,13 +19,14 @@ from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import has_experts, of_ranks
 from tests.support import tiny, tiny_families
 from tests.support.depth import first
+from tests.support.eagle3 import LAYOUTS, V, pair
 from tests.support.poison import poison_free_blocks
 from tests.support.programs import Program, alone, bits, program
 from tests.support.runs import Ask, drive, essence, solo_moved
 
 SEEDS = range(200)
 LOOKING = ("suffix", "hybrid")
-REFUSED: dict[str, Any] = {"verify": "auto", "draft_vocab": "", "weights": "auto", "weights_ignore": ()}
+REFUSED: dict[str, Any] = {"verify": "auto", "weights": "auto", "weights_ignore": ()}
 
 
 def split(seed: int) -> tuple[Program, dict[str, Any]]:
@@ -87,16 +88,22 @@ def test_random_programs(seed: int):
     made, over = split(seed)
     if over["tensor_parallel"] == 1:
         over["tensor_parallel"] = 2
-        made = dataclasses.replace(made, model="narrow", asks=tuple(_fitting(ask) for ask in made.asks))
-    made = dataclasses.replace(made, options={**made.options, **REFUSED, **_looking(seed, made), **over})
+        made = _fitting(made, "narrow", tiny.CONFIGS["narrow"]["vocab_size"])
+    drafting = _drafting(seed, made)
+    if "draft_model" in drafting:
+        over = {"tensor_parallel": over["tensor_parallel"]}
+        made = _fitting(made, "", V)
+    made = dataclasses.replace(made, options={**made.options, **REFUSED, **drafting, **over})
     depth, graph = seed % 3, ("off", "decode")[seed % 2]
     running = made.build(depth, graph)
-    change = Change(seed, made.model) if seed % 4 in (1, 2) else None
+    change = Change(seed, made.model) if seed % 4 in (1, 2) and "draft_model" not in drafting else None
     outputs = made.serve(running) if change is None else drive(running, made.asks, each_step=change.each_step)
     running.close()
     looks = made.options["proposer"] in LOOKING  # drafts are then what other texts say, too: the request alone makes none
     num_drafts = 0 if looks else made.num_drafts
-    rules = tuple((name, made.options[name]) for name in ("logprobs", "verify", "draft_vocab"))
+    rules = tuple((name, made.options[name]) for name in ("logprobs", "verify"))
+    rules += tuple((name, made.options[name]) for name in ("model", "draft_model") if name in made.options)
+    rules += (("draft_vocab", "" if looks else made.options["draft_vocab"]),)
     rules += (("proposer", "auto" if looks else made.options["proposer"]),)
     rules += (("expert_parallel", made.options.get("expert_parallel", False)),)
     for i, (ask, output) in enumerate(zip(made.asks, outputs, strict=True)):
@@ -117,18 +124,28 @@ def test_random_programs(seed: int):
         assert bits(output) == bits(wanted)[: len(output.token_ids)], (i, over)
 
 
-def _looking(seed: int, made: Program) -> dict[str, Any]:
-    """Some programs draft by what the host of rank 0 looks up."""
+def _drafting(seed: int, made: Program) -> dict[str, Any]:
+    """Some programs draft by what the host of rank 0 looks up, some with a draft model of their own beside its target."""
     rng = random.Random(f"proposer {seed}")
     looks = made.num_drafts > 0 and rng.random() < 0.3
-    return {"proposer": rng.choice(LOOKING)} if looks else {}
+    if looks:
+        return {"proposer": rng.choice(LOOKING), "draft_vocab": ""}
+    if not made.num_drafts or random.Random(f"draft model {seed}").random() > 0.4:
+        return {}
+    target, draft_model = pair(rng.choice(sorted(LAYOUTS)), 0.02)
+    return {"proposer": "eagle3", "model": str(target), "draft_model": str(draft_model), "draft_vocab": ""}
 
 
-def _fitting(ask: Any) -> Any:
-    """The same request with tokens of the smallest vocabulary."""
-    few = tiny.CONFIGS["narrow"]["vocab_size"]
-    params = dataclasses.replace(
-        ask.params, stop_token_ids=tuple(token % few for token in ask.params.stop_token_ids),
-        bad_words=tuple(tuple(token % few for token in word) for word in ask.params.bad_words if not isinstance(word, str)),
-    )  # fmt: skip
-    return dataclasses.replace(ask, prompt_ids=tuple(token % few for token in ask.prompt_ids), params=params)
+def _fitting(made: Program, model: str, few: int) -> Program:
+    """The same requests of a model with so many tokens."""
+
+    def fitting(ask: Ask) -> Ask:
+        params = dataclasses.replace(
+            ask.params, stop_token_ids=tuple(token % few for token in ask.params.stop_token_ids),
+            bad_words=tuple(tuple(token % few for token in word) for word in ask.params.bad_words if not isinstance(word, str)),
+        )  # fmt: skip
+        return dataclasses.replace(ask, prompt_ids=tuple(token % few for token in ask.prompt_ids), params=params)
+
+    counts = f"{tiny.token_counts(few)}:{few // 2}" if made.options["draft_vocab"] else ""
+    options = {**made.options, "draft_vocab": counts}
+    return dataclasses.replace(made, model=model, asks=tuple(map(fitting, made.asks)), options=options)

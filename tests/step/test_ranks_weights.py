@@ -17,7 +17,7 @@ import pytest
 
 from polydraft import Engine, SamplingParams, reference
 from polydraft.conformance.target import wrap
-from polydraft.errors import CapabilityError, CheckpointError, DeviceError
+from polydraft.errors import CheckpointError, DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.models import Checkpoint
 from polydraft.models.safetensors_file import SafetensorsFile
@@ -389,8 +389,3 @@ def test_a_message_that_is_sent_in_part_ends_the_engine():
         (output,) = running.poll()
         assert (output.id, output.finish_reason) == (request, "error")
         assert "rank 1 was sent a part of a message (KeyboardInterrupt); every rank ends here" in output.error
-
-
-def test_draft_weights_are_refused():
-    with split(MODEL, 2) as running, pytest.raises(CapabilityError, match="the model is split over 2 ranks"):
-        running.update_weights(source(MODEL, "directory"), draft=tiny.checkpoint(MODEL))

@@ -39,8 +39,9 @@ SCHEDULES = tuple(f"policy={policy}&rows={rows}" for policy, rows in itertools.p
 """Every policy in every row order."""
 
 
-def emulated(query: str, model: str = "", **options: Any) -> Engine:
-    """An engine on an emulator with the options of `query` and the tiny checkpoint `model` ("": the demo checkpoint). Nothing is
+def emulated(query: str, model: str = "", /, **options: Any) -> Engine:
+    """An engine on an emulator with the options of `query` and the tiny checkpoint `model` ("": the demo checkpoint, or the
+    directory that `options` name). Nothing is
     captured unless `graph` says so, which keeps engines cheap and operations easy to count."""
     if model:
         options = {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS, **options}

@@ -53,8 +53,8 @@ ORDERS: dict[str, dict[str, Any]] = {
 """Queued devices that pack rows in another order than slots."""
 
 
-def engine(model: str = "", *, device: str = "reference", invariant: bool = True, **options: Any) -> Engine:
-    """An engine on the tiny checkpoint `model` ("": the demo checkpoint)."""
+def engine(model: str = "", /, *, device: str = "reference", invariant: bool = True, **options: Any) -> Engine:
+    """An engine on the tiny checkpoint `model` ("": the demo checkpoint, or the directory that `options` name)."""
     if model:
         options |= {"model": str(tiny.checkpoint(model)), "plugins": tiny.PLUGINS}
     return LLM(**{**(DEVICES | ORDERS)[device], "invariant": invariant, **options}).engine

@@ -12,7 +12,7 @@ import pytest
 from polydraft.contracts.kernels.spread_logits import NO_PLACE
 from polydraft.errors import ConfigError
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.sampling.draft_vocab import places_of, read
+from polydraft.sampling.draft_vocab import num_rows, own_rows, places_of, read
 from tests.support import tiny
 from tests.support.project import ROOT
 
@@ -53,6 +53,15 @@ def test_a_colon_in_a_file_name_is_no_number(tmp_path: Path):
 
 def test_places_are_columns():
     assert places_of(np.array([1, 5, 6], np.int32), 8).tolist() == [NO_PLACE, 0, NO_PLACE, NO_PLACE, NO_PLACE, 1, 2, NO_PLACE]
+
+
+def test_ranks_have_the_rows_of_their_own_tokens():
+    """Of seven tokens ranks 0 and 1 have four each, in whatever order a head scores them; one of these is padding."""
+    ids = np.array([6, 0, 2, 1], np.int32)
+    assert [own_rows(ids, 4, rank).tolist() for rank in (0, 1)] == [[1, 2, 3], [0]]
+    assert num_rows(ids, 4) == 3
+    assert [places_of(ids, 4, rank).tolist() for rank in (0, 1)] == [[0, 2, 1, NO_PLACE], [NO_PLACE, NO_PLACE, 0, NO_PLACE]]
+    assert places_of(ids[1:], 4, 1).tolist() == [NO_PLACE] * 4
 
 
 @pytest.mark.parametrize(

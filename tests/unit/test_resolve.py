@@ -435,13 +435,12 @@ def test_ranks_with_a_device_each_want_as_many_devices():
             over(*given)
 
 
-def test_a_draft_model_is_not_shared_out():
-    config = EngineConfig(tensor_parallel=2, proposer="hybrid", draft_model="drafts")
-    with pytest.raises(CapabilityError, match="--draft-model drafts with --tensor-parallel 2: a draft model is not shared out"):
-        resolve(
-            config, info("chip", ranks="threads"), MODEL, proposers={"hybrid": "previous_tokens"}, sharing=["hybrid"],
-            draft_models=["hybrid"],
-        )  # fmt: skip
+def test_a_proposer_that_does_not_say_ranks_is_refused_over_several():
+    config = EngineConfig(tensor_parallel=2, proposer="own", draft_model="drafts")
+    known: dict[str, Any] = {"proposers": {"own": "none"}, "draft_models": ["own"]}
+    with pytest.raises(CapabilityError, match="--proposer own with --tensor-parallel 2: it does not draft over a share"):
+        resolve(config, info("chip", ranks="threads"), MODEL, **known)
+    assert resolve(config, info("chip", ranks="threads"), MODEL, **known, sharing=["own"]).ranks == 2
 
 
 def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():

@@ -84,8 +84,9 @@ class Rank(Protocol):
     def keep_share(self, name: str, value: Matrix) -> None:
         """A tensor of this rank's share of weights that lie in the memory of rank 0."""
 
-    def check_weights(self, directory: str) -> None:
-        """Read and check this rank's share of the weights in `directory`, "": of those that were kept, as all ranks do now."""
+    def check_weights(self, directory: str, draft: str | None) -> None:
+        """Read and check this rank's share of the weights in `directory`, "": of those that were kept, as all ranks do now; of
+        those of a draft model in `draft` as well, unless they stay."""
 
     def take_weights(self) -> None:
         """Put them in place, as all ranks do now."""
@@ -189,10 +190,10 @@ class Followers:
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
         self._channels[rank - 1].send(message, *(part for one in data for part in (one, bytes(-len(one) % 8))))
 
-    def check_weights(self, directory: str) -> None:
+    def check_weights(self, directory: str, draft: str | None) -> None:
         """Have the other ranks read what they keep of the weights in `directory`, "": check what each was given, and come to
-        where ranks agree. Raises as `send` does."""
-        self._tell(_of_weights("check", directory))
+        where ranks agree; the same of a draft model's in `draft`, None: they stay. Raises as `send` does."""
+        self._tell(_of_weights("check", directory, draft))
 
     def take_weights(self) -> None:
         """Have them put these in place, and come to where ranks agree. Raises as `send` does."""

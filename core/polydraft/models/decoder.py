@@ -28,23 +28,26 @@ def emit_linear(program: ProgramBuilder, weight: str, *, x: str, out: str, unit:
     program.add("linear", unit, stage, x=x, weight=weight, bias=None, out=out)
 
 
-def emit_embedding(program: ProgramBuilder, out: str, *, unit: Unit, stage: str, **ids: str) -> None:
+def emit_embedding(program: ProgramBuilder, out: str, *, unit: Unit, stage: str, weight: str = "embed", **ids: str) -> None:
     """Look tokens up. A rank keeps columns of the table, which are then gathered."""
-    if program.memory.ranks == 1:
-        program.add("embed", unit, stage, weight="embed", out=out, **ids)
-        return
-    program.add("embed", unit, stage, weight="embed", out=share_of(out), **ids)
-    program.add("all_gather", unit, stage, x=share_of(out), out=out)
+    mine = out if program.memory.ranks == 1 else share_of(out)
+    program.add("embed", unit, stage, weight=weight, out=mine, **ids)
+    if mine != out:
+        program.add("all_gather", unit, stage, x=mine, out=out)
 
 
-def emit_head(program: ProgramBuilder, *, x: str, out: str, unit: Unit, stage: str) -> None:
-    """Logits of rows. Of several ranks each computes those of its tokens; they are gathered where somebody needs whole rows."""
-    if program.memory.ranks == 1:
-        emit_linear(program, "lm_head", x=x, out=out, unit=unit, stage=stage)
-        return
-    emit_linear(program, "lm_head", x=x, out=share_of(out), unit=unit, stage=stage)
-    if not program.kind.picks:
-        program.add("all_gather", unit, stage, x=share_of(out), out=out)
+def emit_head(
+    program: ProgramBuilder, *, x: str, out: str, unit: Unit, stage: str, weight: str = "lm_head", few: bool = False
+) -> None:  # fmt: skip
+    """Logits of rows. Of several ranks each computes those of its tokens; they are gathered where somebody needs whole rows.
+    `few`: the weight scores some tokens (`few_buffers`), and the others get -inf."""
+    mine = out if program.memory.ranks == 1 else share_of(out)
+    scored = few_of(out) if few else mine
+    emit_linear(program, weight, x=x, out=scored, unit=unit, stage=stage)
+    if few:
+        program.add("spread_logits", unit, stage, x=scored, places=places_in(out), out=mine)
+    if mine != out and not program.kind.picks:
+        program.add("all_gather", unit, stage, x=mine, out=out)
 
 
 def share_of(buffer: str) -> str:
@@ -52,14 +55,26 @@ def share_of(buffer: str) -> str:
     return f"{buffer}.share"
 
 
-def shares(model: ModelDescription, *, embedded: tuple[str, str], logits: tuple[str, str]) -> list[StepBuffer]:
+def few_of(logits: str) -> str:
+    """The buffer for logits of a reduced vocabulary, beside one for those of the whole."""
+    return f"{logits}.few"
+
+
+def places_in(logits: str) -> str:
+    """The buffer that says which of them each token has."""
+    return f"{logits}.places"
+
+
+def shares(
+    model: ModelDescription, *, embedded: tuple[str, str], logits: tuple[str, str], hidden: int | None = None
+) -> list[StepBuffer]:  # fmt: skip
     """The buffers for a rank's columns of what `emit_embedding` and `emit_head` write: name and symbol of rows of each. None
-    where there is one rank."""
+    where there is one rank. `hidden`: elements of an embedding, where these are not the model's."""
     if model.ranks == 1:
         return []
     (rows, count), (scores, of_scores) = embedded, logits
     return [
-        StepBuffer(share_of(rows), f"{count} {model.hidden_size // model.ranks}", "act"),
+        StepBuffer(share_of(rows), f"{count} {(hidden or model.hidden_size) // model.ranks}", "act"),
         StepBuffer(share_of(scores), f"{of_scores} {model.vocab_share}", "f32"),
     ]
 

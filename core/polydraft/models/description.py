@@ -109,6 +109,8 @@ class ModelDescription:
     ranks: int = 1
     """Of how many shares of a model this is one (`polydraft.models.ranks`): sizes of blocks are the share's, those here are the
     model's."""
+    leaves: bool = False
+    """Whether its sums are taken by leaf (`polydraft.models.ranks.in_leaves`)."""
 
     @property
     def vocab_share(self) -> int:

@@ -35,13 +35,16 @@ LEAVES: Final = 4
 def in_leaves(model: ModelDescription, *, whole_experts: bool = False) -> ModelDescription:
     """The description whose sums have leaves, experts in runs or by their features as ranks would share them out. Halves of kinds
     that do not say how stay as they are."""
+    return replace(_changed(model, lambda _, block: _in_leaves(block, whole_experts)), leaves=True)
 
+
+def _in_leaves(block: Block, whole_experts: bool) -> Block:
     def change(half: Any) -> Any:
         way = getattr(half, "in_leaves", None)
         way = getattr(half, "experts_in_leaves", way) if whole_experts else way
         return half if way is None else way(LEAVES)
 
-    return _changed(model, lambda _, block: replace(block, mixer=change(block.mixer), feed_forward=change(block.feed_forward)))
+    return replace(block, mixer=change(block.mixer), feed_forward=change(block.feed_forward))
 
 
 def without_leaves(model: ModelDescription) -> str:
@@ -82,6 +85,15 @@ def of_ranks(model: ModelDescription, num_ranks: int, *, whole_experts: bool = F
     return replace(shares, ranks=num_ranks)
 
 
+def alike(model: ModelDescription, blocks: Mapping[str, Block]) -> dict[str, Block]:
+    """Blocks of another model, by prefix, with sums by leaf and shared out as those of `model` are. Raises `CapabilityError` with
+    a clause for what cannot be shared out."""
+    found = {prefix: _in_leaves(block, False) if model.leaves else block for prefix, block in blocks.items()}
+    if model.ranks == 1:
+        return found
+    return {prefix: _block(prefix, block, model.ranks, whole_experts=False) for prefix, block in found.items()}
+
+
 def has_experts(model: ModelDescription) -> bool:
     """Whether some network of it has experts that a rank can keep whole."""
     blocks = (*model.blocks, *(model.mtp.blocks if model.mtp else ()))
@@ -102,9 +114,10 @@ def _block(prefix: str, block: Block, num_ranks: int, whole_experts: bool) -> Bl
     return replace(block, mixer=halves[0], feed_forward=halves[1])
 
 
-def largest_message(share: ModelDescription, limits: Limits) -> int:
-    """Bytes that a rank brings to one collective of a step at most, in float32."""
-    of_rows = limits.max_rows * share.hidden_size
+def largest_message(share: ModelDescription, limits: Limits, draft_hidden: int = 0) -> int:
+    """Bytes that a rank brings to one collective of a step at most, in float32. `draft_hidden`: elements of one row of a draft
+    model's residual stream."""
+    of_rows = limits.max_rows * max(share.hidden_size, draft_hidden)
     of_logits = max(limits.max_logit_rows, limits.max_seqs) * max(share.vocab_share, 2)
     return 4 * max(of_rows, of_logits)
 
@@ -143,6 +156,13 @@ class Share:
             if axis == 0:  # parts lie one after the other along axis 0
                 begin, put = begin + size, put + kept
         return cls(share.shape, axis, tuple(stretches[: 1 if axis else None]), bool(whole.stack))
+
+    @classmethod
+    def of_rows(cls, shape: tuple[int, ...], rows: Array) -> Share:
+        """Some rows of a matrix, as many as the share has room for; the others are 0."""
+        begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        stretches = ((int(rows[at]), at, end - at) for at, end in zip(begins, [*begins[1:], len(rows)], strict=True))
+        return cls(shape, 0, tuple(stretches))
 
     def of(self, whole: Array) -> Array:
         """The share of an array that is the whole; a view where it lies there in one stretch."""
@@ -205,8 +225,12 @@ class Share:
                 yield (slice(low - first, high - first),), (slice(put + low - begin, put + high - begin),)
 
 
-def shares_of(whole: ModelDescription, share: ModelDescription, rank: int) -> dict[str, Share | None]:
-    """What `rank` keeps of each weight of a model, by name; None where it keeps all of it."""
+Shares = Mapping[str, Share | None]
+"""What a rank keeps of weights, by name; None: all of it."""
+
+
+def shares_of(whole: ModelDescription, share: ModelDescription, rank: int) -> Shares:
+    """What `rank` keeps of each weight of a model."""
     declared = share.weights()
     return {name: Share.of_rank(one, declared[name], rank, share.ranks) for name, one in whole.weights().items()}
 
@@ -230,11 +254,9 @@ def without_share(
 class OfRank(Mapping[str, Matrix]):
     """The canonical tensors of one rank, each read when it is looked up and no further than the rank keeps it."""
 
-    def __init__(
-        self, weights: Weights, whole: ModelDescription, share: ModelDescription, rank: int, uncut: Collection[str] = ()
-    ) -> None:
+    def __init__(self, weights: Weights, shares: Shares, uncut: Collection[str] = ()) -> None:
         """`uncut`: tensors that are given as a whole, and cut by who asks for them."""
-        self._weights, self._uncut, self._shares = weights, uncut, shares_of(whole, share, rank)
+        self._weights, self._uncut, self._shares = weights, uncut, shares
 
     def __getitem__(self, name: str) -> Matrix:
         kept = None if name in self._uncut else self._shares[name]

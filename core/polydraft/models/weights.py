@@ -21,7 +21,7 @@ from polydraft.backend import Weight
 from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
-from polydraft.models.block import PACKED_ROLES, Role, laid_out
+from polydraft.models.block import PACKED_ROLES, Role, Tensor, laid_out
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
 from polydraft.models.ranks import Share
@@ -60,14 +60,17 @@ class AsStored(Mapping[str, Matrix]):
 class WithDraftHead(Mapping[str, Matrix]):
     """Canonical tensors, and those rows of `lm_head` that drafts are chosen by as one more."""
 
-    def __init__(self, canonical: Mapping[str, Matrix], ids: Array) -> None:
-        self._canonical, self._ids = canonical, ids
+    def __init__(self, canonical: Mapping[str, Matrix], rows: Array, size: int) -> None:
+        """`size`: rows of the head, of which the last are 0 where there are fewer `rows`."""
+        self._canonical, self._rows, self._size = canonical, rows, size
 
     def __getitem__(self, name: str) -> Matrix:
         if name != DRAFT_HEAD:
             return self._canonical[name]
-        rows: Array = np.ascontiguousarray(unpacked(self._canonical["lm_head"])[self._ids])
-        return rows
+        whole = unpacked(self._canonical["lm_head"])
+        head = np.zeros((self._size, whole.shape[1]), whole.dtype)
+        head[: len(self._rows)] = whole[self._rows]
+        return head
 
     def __iter__(self) -> Iterator[str]:
         yield from self._canonical
@@ -135,10 +138,10 @@ def _spread(packed: PackedWeight, value: Array) -> PackedWeight:
 
 
 class InLeaves(Mapping[str, Matrix]):
-    """Canonical tensors, those that are summed over by leaf as the backend is given them."""
+    """Canonical tensors, those that are `declared` as summed over by leaf as the backend is given them."""
 
-    def __init__(self, canonical: Mapping[str, Matrix], share: ModelDescription) -> None:
-        self._canonical, self._leaves = canonical, {name: one.leaves for name, one in share.weights().items() if one.leaves}
+    def __init__(self, canonical: Mapping[str, Matrix], declared: Mapping[str, Tensor]) -> None:
+        self._canonical, self._leaves = canonical, {name: one.leaves for name, one in declared.items() if one.leaves}
 
     def __getitem__(self, name: str) -> Matrix:
         value = self._canonical[name]

@@ -26,13 +26,15 @@ from polydraft.models.block import Block, Role, Tensor
 from polydraft.models.checkpoint import Checkpoint, load_weights
 from polydraft.models.description import ModelDescription
 from polydraft.models.memory_checkpoint import MemoryCheckpoint
+from polydraft.models.ranks import OfRank, Share, Shares
 from polydraft.models.tensor_table import TensorTable, stored_parts
-from polydraft.models.weights import prepare
+from polydraft.models.weights import InLeaves, prepare
 from polydraft.plugins.checks import check_result, named
 from polydraft.plugins.kernel_table import BoundTable
 from polydraft.program.declare import Column, Pass, StepBuffer, wrong_declaration
 from polydraft.program.host_inputs import Needs
 from polydraft.program.program import ProgramBuilder
+from polydraft.sampling.draft_vocab import own_rows
 
 ChooseTokens = Callable[..., None]
 """`choose(program, logits=, row_slot=, positions=, ahead=, tokens=, noise=, unit=, stage=)`: append processing and choice of one
@@ -60,6 +62,8 @@ class ProposerContext:
     """The directory that `--draft-model` names; "" where none was named."""
     options: Mapping[str, float] = field(default_factory=dict)
     """The options of the proposer, each that its factory declares."""
+    rank: int = 0
+    """Which of several ranks it drafts on, where `model` is a share."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +83,52 @@ class DraftWeights:
     """Tensors that are often copies of the target's, to the name of its weight: kept once where they are (`sharing`)."""
     same: frozenset[str] = frozenset()
     """Those of `shared` that are: they are not bound, and the proposer binds the target's."""
+    tokens: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
+    """Tensors whose rows stand for some tokens, to these, [M]: of several ranks each keeps the rows of its own tokens
+    (`polydraft.sampling.draft_vocab`), wherever they are."""
+    hidden_size: int = 0
+    """Width of the draft model's residual stream; 0: the target's."""
+    whole: tuple[Tensor, ...] = ()
+    """The tensors as the checkpoint has them, where `tensors` are what a rank keeps of them; () otherwise."""
+    shares: Shares = field(default_factory=lambda: MappingProxyType({}))
+    """What the rank keeps of each of them, by name."""
+
+    def of_rank(self, whole: DraftWeights, model: ModelDescription, rank: int) -> DraftWeights:
+        """What `rank` keeps of `whole`. These are the weights beside `model`, a share of the target."""
+
+        def kept(one: Tensor, mine: Tensor) -> Share | None:
+            if one.name in self.tokens:
+                return Share.of_rows(mine.shape, own_rows(self.tokens[one.name], model.vocab_share, rank))
+            return Share.of_rank(one, mine, rank, model.ranks)
+
+        shares = {one.name: kept(one, mine) for one, mine in zip(whole.tensors, self.tensors, strict=True)}
+        return replace(self, whole=whole.tensors, shares=shares)
 
     @contextmanager
-    def canonical(self, model: ModelDescription, arrays: Mapping[str, Any] | None = None) -> Iterator[Mapping[str, Array]]:
+    def canonical(self, model: ModelDescription, arrays: Mapping[str, Any] | None = None) -> Iterator[Mapping[str, Matrix]]:
         """The checkpoint, opened, or `arrays` in place of its tensors: float32 arrays by the names that they are bound under,
-        each read when it is looked up. Raises `CheckpointError` for a tensor that is missing, misshapen or that nobody knows, and
-        for a broken one when it is read."""
-        stored = stored_parts(self._kept, self.names, "", whose=f"proposer {self.prefix}")
+        each read when it is looked up, and no further than a rank keeps it. Raises `CheckpointError` for a tensor that is
+        missing, misshapen or that nobody knows, and for a broken one when it is read."""
+        tensors = [one for one in self.whole or self.tensors if one.name not in self.same]
+        stored = stored_parts(tensors, self.names, "", whose=f"proposer {self.prefix}")
         parts = {f"{self.prefix}.{name}": found for name, found in stored.items()}
-        stacks = {f"{self.prefix}.{one.name}": one.stack for one in self._kept if one.stack}
+        stacks = {f"{self.prefix}.{one.name}": one.stack for one in tensors if one.stack}
         described = replace(model, name=self.directory.name, architecture=f"proposer {self.prefix}")
         unread = (*self.unread, *(stored for name in self.same for stored in self.names[name]))
+        shares = {f"{self.prefix}.{name}": share for name, share in self.shares.items()}
         with Checkpoint(self.directory) as opened:
             checkpoint = opened if arrays is None else MemoryCheckpoint(arrays, opened)
-            yield load_weights(checkpoint, described, TensorTable(parts, stacks, unread=unread))
+            weights = load_weights(checkpoint, described, TensorTable(parts, stacks, unread=unread))
+            yield InLeaves(OfRank(weights, shares) if self.whole else weights, self._bound)
 
-    def sharing(self, model: ModelDescription, target: Mapping[str, Matrix]) -> DraftWeights:
-        """The same without the tensors that are copies of those of `target`, by its names. Raises as `canonical` does."""
-        stored = {one.name for one in self.tensors} & self.shared.keys()
+    def sharing(
+        self, model: ModelDescription, target: Mapping[str, Matrix], everywhere: Callable[[bool], bool] = bool
+    ) -> DraftWeights:
+        """The same without the tensors that are copies of those of `target`, by its names. `everywhere` says whether something is
+        so on all ranks. Raises as `canonical` does."""
+        stored = sorted({one.name for one in self.tensors} & self.shared.keys())
         with self.canonical(model) as own:
-            same = (name for name in stored if _equal(own[f"{self.prefix}.{name}"], target[self.shared[name]]))
+            same = [name for name in stored if everywhere(_equal(own[f"{self.prefix}.{name}"], target[self.shared[name]]))]
             return replace(self, same=frozenset(same))
 
     def check_shared(self, model: ModelDescription, target: Mapping[str, Matrix], arrays: Mapping[str, Any] | None) -> None:
@@ -122,8 +152,9 @@ class DraftWeights:
         return DTYPES[dtype].itemsize * sum(math.prod(one.shape) for one in self.tensors if one.name not in self.shared)
 
     @property
-    def _kept(self) -> tuple[Tensor, ...]:
-        return tuple(one for one in self.tensors if one.name not in self.same)
+    def _bound(self) -> dict[str, Tensor]:
+        """The tensors that are bound, by name."""
+        return {f"{self.prefix}.{one.name}": one for one in self.tensors if one.name not in self.same}
 
     def prepare(self, table: BoundTable, model: ModelDescription, *, dtype: str) -> dict[str, Weight]:
         """Read and prepare them, one at a time. Raises as `canonical` does."""
@@ -134,11 +165,11 @@ class DraftWeights:
     @property
     def roles(self) -> dict[str, Role]:
         """Of each weight, by the name that it is bound under."""
-        return {f"{self.prefix}.{one.name}": one.role for one in self._kept}
+        return {name: one.role for name, one in self._bound.items()}
 
 
-def _equal(own: Array, target: Matrix) -> bool:
-    return np.array_equal(own, unpacked(target))
+def _equal(own: Matrix, target: Matrix) -> bool:
+    return np.array_equal(unpacked(own), unpacked(target))
 
 
 class Drafting:
@@ -175,7 +206,9 @@ class Proposer(Protocol):
     `--check-draft-state` compares it.
 
     One whose launches are the same over a share of the model (`polydraft.models.ranks`), and whose features append none, says
-    so by the factory's attribute `ranks = True`; others are refused where a model is split over ranks.
+    so by the factory's attribute `ranks = True`; others are refused where a model is split over ranks. Its `layers` and `weights`
+    are asked beside the share: tensors then have the sizes that a rank keeps (`Tensor.split`), blocks are shared out as the
+    target's are (`polydraft.models.ranks.alike`).
 
     One that drafts on the host has `features`, a tuple of `HostFeature`s (`polydraft.program.host_inputs`), and its factory an
     attribute `needs`, the most demanding of theirs."""

@@ -13,24 +13,27 @@ from collections.abc import Mapping
 import numpy as np
 
 from polydraft.models.block import At, Block, emit_block, emit_block_rows, narrowed
-from polydraft.models.decoder import emit_linear
+from polydraft.models.decoder import emit_embedding, emit_head, shares
 from polydraft.models.description import ModelDescription
 from polydraft.program.declare import Pass, StepBuffer
 from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import Drafting, DraftWeights, ProposerContext
 from polydraft.proposers.eagle3_model import PREFIX, Eagle3Model
-from polydraft.sampling.draft_vocab import places_of
+from polydraft.sampling.draft_vocab import few_buffers
 
 ROWS, NEWEST = "eagle3.rows", "eagle3.newest"
 """The residual stream: of all rows [R, H], and of each sequence's newest [B, H], which later passes work on in place."""
 NORMED, ENTERED = "eagle3.normed", "eagle3.entered"
 """[B, H]: the output behind the final norm, and a copy of what enters a later pass."""
+LOGITS = "eagle3.logits"
+"""[B, V]: of a pass."""
 
 
 class Eagle3Proposer:
     """Drafts with decoder layers of its own; what they look like is data in `Eagle3Model`."""
 
     name = "eagle3"
+    ranks = True
     soft = True
     state = NEWEST
 
@@ -69,7 +72,8 @@ class Eagle3Proposer:
             StepBuffer(ROWS, f"R {hidden}", "act"),
             *(StepBuffer(name, f"B {hidden}", "act") for name in (NEWEST, NORMED)),
             *(StepBuffer(f"eagle3.{name}", f"B {widths[name]}", "act") for name in last.mixer.carried),
-            StepBuffer("eagle3.logits", "B V", "f32"),
+            StepBuffer(LOGITS, "B V", "f32"),
+            *shares(context.model, embedded=(self._scratch["embedded"], "R"), logits=(LOGITS, "B"), hidden=hidden),
             StepBuffer("eagle3.noise", "B V" if context.stores_noise else "1 V", "f32"),
         ]
         if model.fc_norm:
@@ -79,14 +83,8 @@ class Eagle3Proposer:
             self.buffers.append(StepBuffer("eagle3.row_of_seq", "B", initial=rows))
         if self._enters_apart and not model.norm_output:
             self.buffers.append(StepBuffer(ENTERED, f"B {hidden}", "act"))
-        self._head_logits = "eagle3.logits"
-        if model.draft_ids is not None:  # the head scores some tokens; the others get -inf
-            self._head_logits = "eagle3.few_logits"
-            places = places_of(model.draft_ids, context.limits.vocab_size)
-            self.buffers += [
-                StepBuffer(self._head_logits, f"B {model.head_size}", "f32"),
-                StepBuffer("eagle3.places", "V", initial=places),
-            ]
+        if model.draft_ids is not None:
+            self.buffers += few_buffers(LOGITS, model.draft_ids, model.vocab_share, context.rank)
 
     def append(self, program: ProgramBuilder, num_drafts: int) -> None:
         """`num_drafts` passes; without drafts the keep part of the first, which is all of it up to keys and values."""
@@ -112,7 +110,7 @@ class Eagle3Proposer:
         rows, x, ids = (self._later, NEWEST, "next_ids") if index else (self._first, ROWS, "draft_ids")
         program.fill(rows.name, index, rows.unit, stage)
         embed = "eagle3.embed" if "eagle3.embed" in program.memory.weights else "embed"
-        program.add("embed", rows.unit, stage, ids=ids, weight=embed, out=self._scratch["embedded"])
+        emit_embedding(program, self._scratch["embedded"], unit=rows.unit, stage=stage, weight=embed, ids=ids)
         scratch = self._recycle(program, stage) if index else self._fuse(program, stage)
         *whole, last = self.blocks.items()
         for prefix, block in whole:
@@ -162,11 +160,10 @@ class Eagle3Proposer:
         """A token by the target's rules. `NEWEST` has what the layers made, and the next pass is fed with it."""
         self._norm.emit(program, f"{PREFIX}.norm", x=NEWEST, out=NORMED, unit="seqs", stage=stage)
         head = "lm_head" if self._model.head == "target" else f"{PREFIX}.lm_head"
-        emit_linear(program, head, x=NORMED, out=self._head_logits, unit="seqs", stage=stage)
-        if self._head_logits != "eagle3.logits":
-            program.add("spread_logits", "seqs", stage, x=self._head_logits, places="eagle3.places", out="eagle3.logits")
+        few = self._model.draft_ids is not None
+        emit_head(program, x=NORMED, out=LOGITS, unit="seqs", stage=stage, weight=head, few=few)
         self._choose(
-            program, logits="eagle3.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
+            program, logits=LOGITS, row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
             noise="eagle3.noise", unit="seqs", stage=stage,
         )  # fmt: skip
         program.add("advance_draft", "seqs", stage, pass_index=index)

@@ -30,8 +30,10 @@ from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.config_file import ConfigFile
 from polydraft.models.description import ModelDescription
 from polydraft.models.family import Family
+from polydraft.models.ranks import alike
 from polydraft.models.tensor_table import BLOCK_NAMES
 from polydraft.proposers.base import DraftWeights
+from polydraft.sampling.draft_vocab import num_rows
 
 __all__ = ["PREFIX", "Eagle3Model"]
 
@@ -145,18 +147,21 @@ class Eagle3Model:
     head: Literal["own", "embedding", "target"]
     """Whose weights score tokens."""
     stored: Stored
+    ranks: int = 1
+    """Of how many shares this is one: sizes of blocks are the share's, those here are the draft model's."""
 
     @classmethod
     def read(cls, directory: str, model: ModelDescription) -> Eagle3Model:
         """Read config.json in `directory`, and the tables of its vocabulary, and check them against the target; no weight is
-        read. Raises `ConfigError` where no directory was named, `CheckpointError` for what is wrong or of another target,
-        `CapabilityError` for settings that nobody computes."""
+        read. Beside a share of the target it is a share as well. Raises `ConfigError` where no directory was named,
+        `CheckpointError` for what is wrong or of another target, `CapabilityError` for settings that nobody computes, and for
+        what ranks cannot share out."""
         if not directory:
             raise ConfigError(
                 f"proposer eagle3 has no draft model, wanted one of {model.name}; give its directory by --draft-model"
             )
         with Checkpoint(directory) as checkpoint:
-            return cls._read(checkpoint, _Config.of(checkpoint), model)
+            return cls._read(checkpoint, _Config.of(checkpoint), model)._beside(model)
 
     @classmethod
     def _read(cls, checkpoint: Checkpoint, config: _Config, model: ModelDescription) -> Eagle3Model:
@@ -200,10 +205,26 @@ class Eagle3Model:
             own.flag("fc_norm", False) or stored.has("fc_norm.0.weight"), own.flag("norm_output", False), head, stored,
         )  # fmt: skip
 
+    def _beside(self, model: ModelDescription) -> Eagle3Model:
+        """The same with sums by leaf and shared out as the target is."""
+        try:
+            if self.hidden_size % model.ranks:
+                raise CapabilityError(f"{self.hidden_size} features of a hidden row cannot be shared out evenly")
+            return replace(self, blocks=alike(model, self.blocks), ranks=model.ranks)
+        except CapabilityError as error:
+            raise CapabilityError(
+                f"--draft-model {self.directory} with --tensor-parallel {model.ranks}: {error}; use another number"
+            ) from None
+
+    @property
+    def vocab_share(self) -> int:
+        """Tokens of the whole vocabulary that a rank has, as of the target."""
+        return -(-self.vocab_size // self.ranks)
+
     @property
     def head_size(self) -> int:
-        """M: how many tokens its head scores."""
-        return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
+        """Rows of its head, of several ranks those that each keeps."""
+        return self.vocab_share if self.draft_ids is None else num_rows(self.draft_ids, self.vocab_share)
 
     @property
     def has_embedding(self) -> bool:
@@ -239,14 +260,17 @@ class Eagle3Model:
         add(Tensor("norm", ((hidden,),), "norm"), f"{stem}norm.weight")
         if self.head != "target":
             name = "lm_head.weight" if self.head == "own" else f"{stem}embed_tokens.weight"
-            add(Tensor("lm_head", ((self.head_size, hidden),)), name)
+            add(Tensor("lm_head", ((self.head_size, hidden),), split=0), name)
         if self.has_embedding:
-            add(Tensor("embed", ((self.vocab_size, hidden),), "embedding"), f"{stem}embed_tokens.weight")
+            shape = self.vocab_size, hidden // self.ranks
+            add(Tensor("embed", (shape,), "embedding", split=1), f"{stem}embed_tokens.weight")
         unread = UNREAD if self.draft_ids is None and not self.stored.has("d2t") else (*UNREAD, *TABLES)
         shared = {"embed": "embed"} if hidden == wide else {}
+        tokens = {} if self.draft_ids is None else {"lm_head": self.draft_ids}
         return DraftWeights(
-            self.directory, PREFIX, tuple(one for one, _ in found), {one.name: names for one, names in found}, unread, shared
-        )
+            self.directory, PREFIX, tuple(one for one, _ in found), {one.name: names for one, names in found}, unread, shared,
+            tokens=tokens, hidden_size=hidden,
+        )  # fmt: skip
 
 
 _LAYER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {

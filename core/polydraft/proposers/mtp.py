@@ -23,7 +23,7 @@ from polydraft.models.weights import DRAFT_HEAD
 from polydraft.program.declare import Pass, StepBuffer
 from polydraft.program.program import ProgramBuilder
 from polydraft.proposers.base import Drafting, ProposerContext
-from polydraft.sampling.draft_vocab import places_of
+from polydraft.sampling.draft_vocab import few_buffers
 
 LAYER = "mtp.0"
 
@@ -54,7 +54,6 @@ class MtpProposer:
         self._extend = Pass("draft.extend", "draft", "rows", "draft_row_slot", "positions")
         self._advance = Pass("draft.advance", "draft", "seqs", "draft_slot", "draft_position")
         self.passes = (self._extend, self._advance)
-        self._few = None if context.draft_ids is None else len(context.draft_ids)
         self._fed = "draft.fed" if model.mtp.feed == "post" else HIDDEN
         self.buffers = [
             *Drafting.buffers,
@@ -68,10 +67,7 @@ class MtpProposer:
             StepBuffer("draft.row_of_seq", "B", initial=np.arange(limits.max_seqs)),  # one row per sequence
         ]
         if context.draft_ids is not None:
-            self.buffers += [
-                StepBuffer("draft.few_logits", f"B {self._few}", "f32"),
-                StepBuffer("draft.places", "V", initial=places_of(context.draft_ids, limits.vocab_size)),
-            ]
+            self.buffers += few_buffers("draft.logits", context.draft_ids, model.vocab_share, context.rank)
 
     def _row_widths(self, hidden: int) -> dict[str, int]:
         widths = {"embedded": hidden, "combined": 2 * hidden, "x": hidden}
@@ -158,17 +154,11 @@ class MtpProposer:
     def _choose(self, program: ProgramBuilder, index: int, stage: str) -> None:
         """Logits, one token per sequence by the target's own rule, and the inputs of the next pass. Noise is that of
         the target, or separate noise if drafts are verified by rejection."""
-        self._score(program, stage)
+        few = self._c.draft_ids is not None
+        weight = DRAFT_HEAD if few else "lm_head"
+        emit_head(program, x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage, weight=weight, few=few)
         self._c.choose(
             program, logits="draft.logits", row_slot="draft_slot", positions="draft_position", ahead=2, tokens="chosen",
             noise="draft.noise", unit="seqs", stage=stage,
         )  # fmt: skip
         program.add("advance_draft", "seqs", stage, pass_index=index)
-
-    def _score(self, program: ProgramBuilder, stage: str) -> None:
-        """Logits of the whole vocabulary; -inf for tokens outside of the reduced draft vocabulary."""
-        if self._few is None:
-            emit_head(program, x="draft.last_normed", out="draft.logits", unit="seqs", stage=stage)
-            return
-        emit_linear(program, DRAFT_HEAD, x="draft.last_normed", out="draft.few_logits", unit="seqs", stage=stage)
-        program.add("spread_logits", "seqs", stage, x="draft.few_logits", places="draft.places", out="draft.logits")

@@ -119,6 +119,10 @@ class Exchange:
         reasons = [_text(one[1:]) for one in brought]
         return next(filter(None, reasons), ""), any(one[0] for one in brought)
 
+    def everywhere(self, so: bool) -> bool:
+        """Whether something is so on all ranks. Waits and raises as `agree` does."""
+        return not self.agree("", not so)[1]
+
     def _swap(self, note: Note, mine: Array, patience_s: float, suspect: int = 0) -> list[Array]:
         self._count += 1
         slot = self._count % 2

@@ -19,13 +19,36 @@ import numpy as np
 from polydraft.contracts.kernels.spread_logits import NO_PLACE
 from polydraft.device import Array
 from polydraft.errors import ConfigError
+from polydraft.models.decoder import few_of, places_in
+from polydraft.program.declare import StepBuffer
 
 
-def places_of(ids: Array, vocab_size: int) -> Array:
-    """[V] int32: where each token stands among `ids`, NO_PLACE where it is not there."""
-    found: Array = np.full(vocab_size, NO_PLACE, np.int32)
-    found[ids] = np.arange(len(ids), dtype=np.int32)
+def own_rows(ids: Array, share: int, rank: int) -> Array:
+    """Where in `ids` the tokens of `rank` are, which has the `share` tokens from rank * share on."""
+    found: Array = np.flatnonzero(ids // share == rank)
     return found
+
+
+def num_rows(ids: Array, share: int) -> int:
+    """Rows of a head that scores `ids`: as many as the rank needs that has most of them. Those of the others end in padding."""
+    return int(np.bincount(ids // share).max())
+
+
+def places_of(ids: Array, share: int, rank: int = 0) -> Array:
+    """[share] int32: where each token of `rank` (`own_rows`) stands among its own of `ids`, NO_PLACE where it is not there. One
+    rank has the whole vocabulary."""
+    own = ids[own_rows(ids, share, rank)] - rank * share
+    found: Array = np.full(share, NO_PLACE, np.int32)
+    found[own] = np.arange(len(own), dtype=np.int32)
+    return found
+
+
+def few_buffers(logits: str, ids: Array, share: int, rank: int) -> list[StepBuffer]:
+    """What `emit_head` works in beside the buffer `logits`, of sequences, where the head scores `ids` alone."""
+    return [
+        StepBuffer(few_of(logits), f"B {num_rows(ids, share)}", "f32"),
+        StepBuffer(places_in(logits), str(share), initial=places_of(ids, share, rank)),
+    ]
 
 
 def read(option: str, vocab_size: int, always: Collection[int] = ()) -> Array:

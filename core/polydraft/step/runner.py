@@ -184,6 +184,7 @@ class Runner:
         stages: Sequence[tuple[str, LogitsStage]] = (),
         draft_ids: Array | None = None,
         draft_model: str = "",
+        rank: int = 0,
         points: Points | None = None,
     ) -> None:
         self.device, self.limits, self.model, self._table, self._config = device, config.limits, model, table, config
@@ -196,7 +197,7 @@ class Runner:
         self._batch = Batch(limits)
         self.processing = Processing(table.providers, stages, [ThinkingLimits(config.thinking)] if config.thinking else [])
         context = ProposerContext(
-            limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model, config.proposer_options
+            limits, model, self._choose, stores_noise, config.dtype, draft_ids, draft_model, config.proposer_options, rank
         )
         self._factory, self.proposer = proposer, proposer.make(context)
         brought = [*getattr(self.proposer, "features", ()), *(feature(context) for feature in features)]

@@ -6,11 +6,11 @@ import ctypes
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,12 +22,14 @@ from polydraft.contracts import (
     COMPOSITES,
     REGISTRY,
     ArgmaxV1,
+    ExpertMlpV1,
     LinearV1,
     PagedAttentionV1,
     ProcessLogitsV1,
     ResidualAddV1,
     RmsNormV1,
     RopeKvWriteV1,
+    RouteExpertsV1,
     SwigluV1,
 )
 from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
@@ -90,6 +92,7 @@ class PaperDevice:
     num_sms: int = 132
     shared_bytes: int = 232448
     capturing: bool = False
+    uniform_routing: bool = False
     bound: list[Bound] = field(default_factory=list)
     next: int = 1 << 20
     kept: list[Any] = field(default_factory=list)
@@ -216,9 +219,73 @@ WINDOW = 700
 SHAPES = (Shape(4096, 32, 8, 128, 11008, 1024), Shape(1024, 8, 4, 128, 2816, 64, 8), Shape(256, 4, 2, 64, 768, 16, 1))
 
 
+class Half(NamedTuple):
+    """Sizes of a feed-forward half with experts; `shared`: intermediate features of the shared ones."""
+
+    hidden: int
+    width: int
+    experts: int
+    chosen: int
+    shared: int
+
+
+HALF = Half(2560, 1536, 64, 6, 3072)
+"""That of ernie21."""
+
+
+def experts_of_half(
+    device: Any, half: Half, rows: int, weight: Callable[[str, str, tuple[int, ...]], Any], **routing: Any
+) -> list[tuple[str, Any]]:
+    """The launches of a half with experts, from the router's projection to the norm of the stream. `weight(name, role, shape)`
+    makes weights; `routing`: what differs in the arguments of the choice."""
+    routing = {
+        "scoring": "softmax",
+        "num_groups": 1,
+        "top_groups": 1,
+        "renormalize": "sum",
+        "floor": 1e-12,
+        "scale": 1.0,
+    } | routing
+    act, hidden, (up, down) = device.dtype, half.hidden, ((2 * half.shared, half.hidden), (half.hidden, half.shared))
+
+    def empty(name: str, width: int, dtype: str = act) -> Any:
+        return device.empty(name, (rows, width), dtype)
+
+    normed, stream, branch, shared = (empty(name, hidden) for name in ("normed", "stream", "branch", "shared"))
+    logits, ids, by = empty("logits", half.experts, "f32"), empty("ids", half.chosen, "i32"), empty("weights", half.chosen, "f32")
+    router = weight("router", "router", (half.experts, hidden))
+    launches: list[tuple[str, Any]] = [
+        ("linear", LinearV1(x=normed, weight=router, bias=None, out=logits)),
+        ("route_experts", RouteExpertsV1(
+            logits=logits, bias=routing.pop("bias", None), row_slot=device.empty("row_slot", (rows,), "i32"), expert_ids=ids,
+            expert_weights=by, **routing,
+        )),
+    ]  # fmt: skip
+    if half.shared:
+        gate_up, gated = empty("gate_up", 2 * half.shared), empty("gated", half.shared)
+        launches += [
+            ("linear", LinearV1(x=normed, weight=weight("up", "linear", up), bias=None, out=gate_up)),
+            ("swiglu", SwigluV1(gate_up=gate_up, out=gated)),
+            ("linear", LinearV1(x=gated, weight=weight("down", "linear", down), bias=None, out=shared)),
+        ]
+    add = ResidualAddV1(x=stream, y=branch)
+    norm = RmsNormV1(x=stream, weight=weight("gain", "norm", (hidden,)), out=normed, eps=1e-5, plus_one=False)
+    mlp = ExpertMlpV1(
+        x=normed, expert_ids=ids, expert_weights=by, shared=shared if half.shared else None, shared_gate=None, out=branch,
+        gate_up=weight("experts_up", "experts", (half.experts, 2 * half.width, hidden)),
+        down=weight("experts_down", "experts", (half.experts, hidden, half.width)),
+    )  # fmt: skip
+    return [*launches, ("expert_mlp", mlp), ("residual_add+rms_norm", CompositeArgs((add, norm)))]
+
+
+def weight_on_paper(device: Any) -> Callable[[str, str, tuple[int, ...]], Any]:
+    """Makes weights for `experts_of_half`, those of a router in float32."""
+    return lambda name, role, shape: CudaWeight(role, device.empty(name, shape, "f32" if role == "router" else device.dtype))
+
+
 def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
-    """Bind every projection of a decoder block and its attention, with metadata, and a large head, of an own weight and of
-    somebody else's; what was bound."""
+    """Bind every projection of a decoder block and its attention, with metadata, a half with experts, and a large head, of an own
+    weight and of somebody else's; what was bound."""
     device: Any = PaperDevice(dtype=act, **options)
     q, kv, n = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.rows
     for inputs, outputs, out in (
@@ -236,6 +303,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
             launches.append(("residual_add+rms_norm", CompositeArgs((ResidualAddV1(x=stream, y=y), norm))))
         _bind(device, launches, shape)
     if shape is SHAPES[0]:
+        for half in (HALF, HALF._replace(shared=0)):
+            _bind(device, experts_of_half(device, half, n, weight_on_paper(device)), shape)
         own = CudaWeight("linear", device.empty("weight", (HEAD, shape.hidden), act))
         other = SimpleNamespace(pointer=own.pointer, shape=own.shape, dtype=act, nbytes=own.nbytes)
         for head in (own, other):
@@ -270,6 +339,9 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     else:
         _bind(device, [("linear", project), ("paged_attention", record)], shape)
     if shape is SHAPES[0]:
+        for other in ({"style": "interleaved"}, {"frequencies": turn.frequencies[: shape.head_dim // 4]}):
+            turned = dataclasses.replace(turn, **other)
+            _bind(device, [("linear", project), ("rope_kv_write", turned), ("paged_attention", record)], shape)
         record = dataclasses.replace(record, sliding_window=WINDOW)
         _bind(device, [("linear", project), ("rope_kv_write", turn), ("paged_attention", record)], shape)
         _bind(device, [("paged_attention", dataclasses.replace(record, meta=None))], shape)

@@ -85,7 +85,11 @@ def compile_all(arch: str, found: tuple[Variant, ...]) -> None:
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_source_is_bound(arch: str):
     linear = ("tile", "pair", "rows", "split", "screen")
-    hopper = {"experts_tile.cu", *(f"linear_{name}.cu" for name in linear)}  # instructions of sm_90a alone
+    experts = ("row", "sum", "tile")
+    hopper = {
+        *(f"experts_{name}.cu" for name in experts),
+        *(f"linear_{name}.cu" for name in linear),
+    }  # instructions of sm_90a alone
     ours = hopper | {"screen.cu"} if arch != "sm_90" else set()  # what stands behind `linear_screen`
     assert {source.name for source, _ in variants(arch, ("bf16", "f32"))} == {
         source.name for source in compiler.all_sources()

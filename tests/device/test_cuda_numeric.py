@@ -37,11 +37,11 @@ from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, experts, kernels, linear
+from polydraft_cuda.kernels import attention, experts, kernels, linear, routed
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.kernels.screen import screen_of
 from polydraft_cuda.program_pass import CudaPass
-from tests.device.paper import Bound, PaperDevice
+from tests.device.paper import HALF, Bound, PaperDevice, experts_of_half, weight_on_paper
 
 NO_STREAM: Any = None
 """Recorded launches go nowhere."""
@@ -549,11 +549,30 @@ def experts_of(device: Any, rows: int = 512) -> Any:
 def test_rows_of_experts_go_through_tiles_that_take_twice_an_even_share():
     device: Any = Recorder(dtype="bf16")
     launch = experts_of(device)
-    for n, tokens in {1: 8, 42: 8, 43: 16, 85: 16, 86: 32, 256: 64, 512: 128, 5000: 256}.items():
+    for n, tokens in {2: 8, 42: 8, 43: 16, 85: 16, 86: 32, 256: 64, 512: 128, 5000: 256}.items():
         assert chosen(device, launch, n) == ["experts.cu", *[f"experts_tile.cu {tokens}"] * 2, "experts.cu"], n
         assert [defines.get("GATED") for _, defines, _ in device.launched] == [None, 1, 0, None]
     lists = [one.arguments for one in device.bound if one.name == "list_experts"]
     assert [one[4] is None for one in lists] == [False] * len(experts.TILE_TOKENS), "tiles want rows gathered"
+
+
+def test_one_row_has_nothing_to_list():
+    device: Any = Recorder(dtype="bf16")
+    launch = experts_of(device)
+    assert chosen(device, launch, 1) == ["experts_row.cu", "experts_row.cu", "experts.cu"]
+    assert device.called[-1] == "sum_experts"
+
+
+@pytest.mark.parametrize(("height", "each", "unit", "width"), [
+    (3072, 6, 16, 144), (2560, 6, 8, 120), (2816, 8, 16, 176), (4096, 8, 8, 256), (5120, 8, 8, 160), (64, 1, 16, 16),
+])  # fmt: skip
+def test_the_rows_of_weights_of_one_row_are_shared_out_evenly(height: int, each: int, unit: int, width: int):
+    found = experts.row_width(132, height, each, unit)
+    blocks = each * -(-height // found)
+    assert (found, found % unit) == (width, 0)
+    waves = -(-blocks // 132)
+    assert waves == -(-each * height // (132 * 256)), "as few at a time as there can be"
+    assert found * 132 * waves < 1.1 * each * height + unit * 132 * waves
 
 
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
@@ -575,8 +594,79 @@ def test_tiles_of_experts_have_room_and_every_output_is_in_one():
         assert stages * (128 + tokens) * 128 <= one.shared - 1024
         assert one.shared + 2 * 513 * 4 + 1024 < device.shared_bytes, "and lists of items"
         assert (count, outputs, inputs) == (64, 1536, 2560) if one.defines["GATED"] else (64, 2560, 1536)
-        assert one.grid(1) == min(132, 6 * outputs // (64 if one.defines["GATED"] else 128))
+        assert one.grid(2) == min(132, 12 * outputs // (64 if one.defines["GATED"] else 128))
         assert one.grid(512) == 132
+    for one in (one for one in device.bound if one.name == "expert_row"):
+        stages, width = one.defines["STAGES"], one.defines["WIDTH"]
+        assert stages * (width + 8) * 128 + 56 * 128 <= one.shared - 1024, "a product reads 64 rows of x, whatever lies there"
+        assert one.shared + 16 * stages + 1024 < device.shared_bytes
+
+
+def half_of(device: Any, **changes: Any) -> tuple[Named, ...]:
+    """A half with experts of ernie21; `changes` of its sizes."""
+    return tuple(experts_of_half(device, HALF._replace(**changes), 512, weight_on_paper(device)))
+
+
+def test_a_half_with_experts_is_one_chain_without_pauses():
+    device: Any = Recorder(dtype="bf16")
+    half = half_of(device)
+    assert shown(device, *half) == ["routed_and_shared_experts"]
+    (joined,) = rewritten(device, *half)
+    assert isinstance(joined, Rewritten)
+    assert {one.name for one in joined.dead} == {"gate_up", "branch"}
+    called = bound(device, *half)
+    shared = ["linear_rows.cu", "linear_pair.cu"]
+    assert [source for source, *_ in called(1)] == ["route.cu", *shared, *["experts_row.cu"] * 2, "experts_sum.cu"]
+    found = called(8)
+    assert [source for source, *_ in found] == ["route.cu", "experts.cu", *shared, *["experts_tile.cu"] * 2, "experts_sum.cu"]
+    assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts run"
+    alone = half_of(device, shared=0)
+    assert shown(device, *alone) == ["routed_experts"]
+    found = bound(device, *alone)(8)
+    assert [source for source, *_ in found] == ["route.cu", "experts.cu", *["experts_tile.cu"] * 2, "experts_sum.cu"]
+    assert [defines["EARLY"] for _, _, defines in found[2:4]] == [0, 0]
+    assert found[-1][2]["NORM"] == 1
+    for launches, kernel in ((half, "last_routed_and_shared_experts"), (alone, "last_routed_experts")):
+        end: Named = "residual_add", launches[-1][1].parts[0]
+        assert shown(device, *launches[:-1], end) == [kernel]
+        assert bound(device, *launches[:-1], end)(8)[-1][2]["NORM"] == 0
+
+
+def test_the_launches_of_shared_experts_do_not_write_over_lists():
+    device: Any = Recorder(dtype="bf16")
+    half = [args for _, args in half_of(device, shared=256)]
+    parts = CompositeArgs((*half[:-1], *half[-1].parts))
+    listed, nbytes = experts.workspace_bytes(device, half[5], LIMITS), routed.workspace_bytes(device, parts, LIMITS)
+    workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes)
+    assert nbytes > listed
+    device.bound.clear()
+    routed.routed_experts(device, parts, LIMITS, workspace)
+    start, seen = workspace.buffer.pointer, 0
+    for one in device.bound:
+        pointers = [getattr(argument, "pointer", 0) for argument in one.arguments]
+        inside = {pointer - start for pointer in pointers if start <= pointer < start + nbytes}
+        if one.name.startswith("linear"):
+            seen += len(inside)
+            assert all(place >= listed for place in inside), one.name
+        else:
+            assert all(place < listed for place in inside), one.name
+    assert seen
+
+
+def test_other_halves_with_experts_stay_launches_of_their_own():
+    device: Any = Recorder(dtype="bf16")
+    half = half_of(device)
+    (_, project), *_, (_, mlp), (_, end) = half
+    reader: Named = "rms_norm", replace(end.parts[1], x=mlp.out)
+    assert shown(device, *half, readers=(reader,))[:2] == ["linear", "route_experts"], "somebody reads what the experts add"
+    other: Named = "linear", replace(project, x=end.parts[0].x)
+    assert "routed_and_shared_experts" not in shown(device, other, *half[1:]), "the router looks at other rows"
+    gate = device.empty("gate", (512, 1), "f32")
+    gated: Named = "expert_mlp", replace(mlp, shared_gate=gate)
+    assert "routed_and_shared_experts" not in shown(device, *half[:-2], gated, half[-1])
+    for options in ({"row_invariant": True}, {"arch": "sm_80"}):
+        elsewhere: Any = Recorder(**{"dtype": "bf16"} | options)
+        assert "routed_and_shared_experts" not in shown(elsewhere, *half_of(elsewhere))
 
 
 # -- quantised rows -----------------------------------------------------------------------------------
@@ -768,9 +858,23 @@ def test_attention_turns_and_stores_its_rows_itself():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"style": "interleaved"}, {"frequencies": FREQUENCIES[:32]}, {"q_norm": SimpleNamespace(pointer=0)}, {"behind": False}],
+    ("changes", "defines"),
+    [({}, {}), ({"style": "interleaved"}, {"INTERLEAVED": 1}), ({"frequencies": FREQUENCIES[:32]}, {"ROTARY": 64})],
 )
+def test_it_turns_whole_heads_either_way_and_half_of_a_head(changes: dict, defines: dict):
+    device: Any = Recorder(dtype="bf16")
+    _, both = layer(device, **changes)
+    assert both(4) == [("attention_decode.cu", LIMITS.window)]
+    assert {name: value for name, value in device.launched[-1][1].items() if name in ("INTERLEAVED", "ROTARY")} == defines
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"style": "interleaved", "frequencies": FREQUENCIES[:32]}, {"frequencies": FREQUENCIES[:16]},
+        {"q_norm": SimpleNamespace(pointer=0)}, {"behind": False},
+    ],
+)  # fmt: skip
 def test_other_turns_stay_a_launch_of_their_own(changes: dict):
     device: Any = Recorder(dtype="bf16")
     _, both = layer(device, **changes)

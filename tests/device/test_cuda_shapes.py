@@ -25,7 +25,7 @@ from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
-from tests.device.paper import SHAPES, Shape
+from tests.device.paper import SHAPES, Half, Shape, experts_of_half
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
 ROWS = (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 65, 100, 257)
@@ -315,6 +315,106 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
         assert np.array_equal(run(captured=True), one_by_one)
 
 
+HALVES = {
+    "ernie21": (Half(2560, 1536, 64, 6, 3072), {"bias": True, "renormalize": "clamp"}),
+    "glm12": (Half(4096, 1408, 128, 8, 1408), {"bias": True, "scoring": "sigmoid", "scale": 2.5}),
+    "groups, none shared": (Half(2048, 768, 96, 4, 0), {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2}),
+    "the last of a model, odd": (Half(1088, 192, 13, 5, 64), {"renormalize": "none"}),
+    "the last, none shared": (Half(1024, 64, 32, 2, 0), {"scale": 0.5}),
+}
+"""Sizes of halves with experts, and what differs in the choice; no norm is behind the last of a model."""
+
+
+class Experts:
+    """A half with experts over random numbers; `run` gives logits, choices, what they weigh, stream and norm, launch by launch or
+    captured as one, and `stream_of` what the stream of one row should be, by the choices that were made."""
+
+    def __init__(self, device: CudaDevice, half: Half, rows: int, *, last: bool, **routing: Any) -> None:
+        self.rng, self.device, self.table = np.random.default_rng(rows), device, polydraft_cuda.polydraft_kernels(device)
+        self.made: dict[str, Array] = {}
+        if "bias" in routing:
+            routing["bias"] = self.weight("bias", "router", (half.experts,))
+        launches = experts_of_half(device, half, rows, self.weight, **routing)
+        if last:
+            launches[-1] = "residual_add", launches[-1][1].parts[0]
+        records = [args for _, args in launches]
+        self.x, self.choice, self.logits = records[0].x, records[1], records[0].out
+        self.stream = records[-1].x if last else records[-1].parts[0].x
+        self.start = [self.rng.standard_normal((rows, half.hidden), np.float32) for _ in range(2)]
+        slots = np.arange(rows, dtype=np.int32)
+        slots[5::7] = -1
+        device.load(self.choice.row_slot, slots)
+        self.apart = [launch_of(device, name, args, limits(rows)) for name, args in launches]
+        parts = CompositeArgs(tuple(one for args in records for one in getattr(args, "parts", (args,))))
+        joined = "routed_and_shared_experts" if half.shared else "routed_experts"
+        self.together = launch_of(device, f"last_{joined}" if last else joined, parts, limits(rows))
+
+    def weight(self, name: str, role: Any, shape: tuple[int, ...]) -> Any:
+        """A vector, or matrices whose rows overlap in memory, so that they are made quickly."""
+        count = int(np.prod(shape[:-1]))
+        pool = self.rng.standard_normal(61 * count + shape[-1], np.float32) * np.float32(shape[-1] ** -0.5)
+        pool += np.float32(role == "norm")
+        strides = tuple(61 * 4 * int(np.prod(shape[k + 1 : -1])) for k in range(len(shape) - 1))
+        self.made[name] = np.lib.stride_tricks.as_strided(pool, shape, (*strides, 4), writeable=False)
+        return self.table.prepare_weight(role, self.made[name], "f32" if role == "router" else self.device.dtype)
+
+    def rounded(self, value: Array) -> Array:
+        return from_host(to_host(value, self.device.dtype), self.device.dtype).astype(np.float32)
+
+    def gated(self, x: Array, gate_up: Array) -> Array:
+        gate, up = np.split(self.rounded(gate_up) @ x, 2)
+        return self.rounded(gate / (1 + np.exp(-gate)) * up)
+
+    def stream_of(self, r: int, ids: Array, weights: Array) -> Array:
+        x, stream = (self.rounded(value[r]) for value in self.start)
+        total = np.zeros_like(stream)
+        for expert, weight in zip(ids[r], weights[r], strict=True):
+            if expert >= 0:
+                hidden = self.gated(x, self.made["experts_up"][expert])
+                total += weight * (self.rounded(self.made["experts_down"][expert]) @ hidden)
+        if "up" in self.made:
+            total += self.rounded(self.rounded(self.made["down"]) @ self.gated(x, self.made["up"]))
+        return stream + self.rounded(total)
+
+    def run(self, n: int, *, captured: bool) -> list[Array]:
+        device = self.device
+        for buffer, value in zip((self.x, self.stream), self.start, strict=True):
+            device.load(buffer, to_host(value, device.dtype))
+        buffers = self.logits, self.choice.expert_ids, self.choice.expert_weights
+        for buffer in buffers:
+            device.fill_bytes(buffer, 0xFF)
+        if captured:
+            capture = polydraft_cuda.polydraft_graph_capture(device)
+            capture.capture(device.stream, lambda: self.together(device.stream, n)).replay(device.stream)
+        else:
+            for launch in self.apart:
+                launch(device.stream, n)
+                device.synchronize()
+        read = (*buffers, self.stream, self.x)  # x is the norm in the end
+        return [from_host(device.read(one.pointer, one.shape, one.dtype), one.dtype) for one in read]
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_captured_experts_leave_what_launches_one_by_one_leave(opened: CudaDevice, name: str):
+    half, routing = HALVES[name]
+    experts, eps = Experts(opened, half, 257, last=name.startswith("the last"), **routing), EPS[opened.dtype]
+    for n in (1, 2, 4, 8, 9, 16, 17, 33, 64, 65, 128, 200, 256, 257):
+        wanted, found = (experts.run(n, captured=captured) for captured in (False, True))
+        for apart, together in zip(wanted[:3], found[:3], strict=True):
+            assert np.array_equal(apart, together, equal_nan=True), (n, "logits, choices and what they weigh")
+        assert (found[1][:n][5::7] == -1).all()
+        assert (np.delete(found[1][:n], np.s_[5::7], 0) >= 0).all()
+        for apart, together in zip(wanted[3:], found[3:], strict=True):
+            assert (np.abs(together[:n] - apart[:n]) <= 4 * eps * np.maximum(np.abs(apart[:n]), 1.0)).all(), n
+            assert np.array_equal(together[n:], apart[n:]), "nothing behind the launch length is written"
+        if n in (1, 8):
+            for r in (0, n - 1):
+                exact = experts.stream_of(r, *found[1:3])
+                assert (np.abs(found[3][r] - exact) <= 8 * eps * np.maximum(np.abs(exact), 1.0)).all(), (n, r)
+    again = [experts.run(64, captured=True)[3:] for _ in range(3)]
+    assert all(np.array_equal(again[0], one) for one in again), "weights that come early are those of the rows' experts"
+
+
 LOUDEST = {"f16": (-6e4, 6e4), "bf16": (-1e30, 1e30)}
 """Numbers of queries and keys in each dtype."""
 
@@ -449,8 +549,9 @@ class Turned:
     """The launches of an attention behind its projection: what they leave when each is by itself, and when they are captured."""
 
     def __init__(
-        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2, sliding_window: int = 0
-    ) -> None:
+        self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2, sliding_window: int = 0,
+        style: str = "half", share: float = 1.0,
+    ) -> None:  # fmt: skip
         act, width = device.dtype, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.plain = Attention(device, shape, seqs, prefill=False, holes=holes, sliding_window=sliding_window)
         a, self.device = self.plain.args, device
@@ -466,7 +567,7 @@ class Turned:
         shared = ("row_slot", "positions", "block_table", "cache", "meta", "num_heads", "num_kv_heads", "head_dim", "block_size")
         turn = RopeKvWriteV1(
             qkv=self.qkv, q_out=a.q, q_norm=None, k_norm=None,
-            frequencies=plain_frequencies(shape.head_dim, 1e4), attention_factor=1.0, style="half", eps=1e-6,
+            frequencies=plain_frequencies(int(share * shape.head_dim), 1e4), attention_factor=1.0, style=style, eps=1e-6,
             **{name: getattr(a, name) for name in shared},
         )  # fmt: skip
         together = launch_of(device, "turned_attention", CompositeArgs((turn, a)), own)
@@ -504,16 +605,27 @@ def test_captured_windows_are_turned_stored_and_attended_in_one_launch(
 ):
     if shape.window * shape.heads // shape.kv_heads > 16:
         pytest.skip("the rows of a window are more than one tile")
-    turned = Turned(opened, shape, windows(count, shape.window), sliding_window=sliding_window)
+    held_to_launches_one_by_one(Turned(opened, shape, windows(count, shape.window), sliding_window=sliding_window))
+
+
+def held_to_launches_one_by_one(turned: Turned) -> None:
     (out, cache, apart), (joined, stored, once) = (turned.run(captured=captured) for captured in (False, True))
     assert (apart, once) == (3, 2)
     real = turned.plain.slot >= 0
-    keys, found = from_host(cache, opened.dtype), from_host(stored, opened.dtype)
+    keys, found = from_host(cache, turned.device.dtype), from_host(stored, turned.device.dtype)
     written = np.isfinite(keys)
     assert np.array_equal(written, np.isfinite(found)), "keys and values lie where the launch of their own puts them"
-    assert np.abs(found[written] - keys[written]).max() <= 2 * EPS[opened.dtype] * np.abs(keys[written]).max()
-    assert np.abs(joined - out).max() <= 4 * EPS[opened.dtype] * max(np.abs(out).max(), 1)
+    assert np.abs(found[written] - keys[written]).max() <= 2 * EPS[turned.device.dtype] * np.abs(keys[written]).max()
+    assert np.abs(joined - out).max() <= 4 * EPS[turned.device.dtype] * max(np.abs(out).max(), 1)
     assert not joined[~real].any()
+
+
+@pytest.mark.parametrize(("style", "share"), [("interleaved", 1.0), ("half", 0.5)], ids=["interleaved", "half of a head"])
+@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("window", [1, 4])
+def test_so_are_other_turns(opened: CudaDevice, window: int, count: int, style: str, share: float):
+    shape = Shape(1024, 12, 3, 128, 2816, 64, window)
+    held_to_launches_one_by_one(Turned(opened, shape, windows(count, window), style=style, share=share))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")

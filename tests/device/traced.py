@@ -27,7 +27,7 @@ from polydraft_cuda.compiler import ROWS
 from polydraft_cuda.kernels.projections import TensorMap
 from tests.device.paper import Buffer, PaperDevice
 
-LOOKED_AT = ("linear", "mlp", "rope", "attention", "norms", "screen", "sampling")
+LOOKED_AT = ("linear", "mlp", "route", "experts", "rope", "attention", "norms", "screen", "sampling")
 """Beginnings of the sources whose arguments are noted, too: all that one launch can be made of."""
 SEQS = (1, 8, 64)
 """Sequences of the steps that are looked at, each with a whole window of rows."""
@@ -49,6 +49,21 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "rejection": ({}, {"verify": "rejection"}, {}),
     "quantised rows": ({}, {"kv_dtype": "fp8"}, {}),
     "invariant": ({}, {"invariant": True}, {}),
+    "experts": (
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "moe_intermediate_size": 512,
+            "moe_num_experts": 16,
+            "moe_k": 4,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "num_nextn_predict_layers": 0,
+            "num_hidden_layers": 3,
+            "use_bias": False,
+        },
+        {"proposer": "ngram"},
+        {},
+    ),
     "float32": ({"vocab_size": 4096}, {"dtype": "f32"}, {}),
     "sm_80": ({}, {}, {"arch": "sm_80", "num_sms": 108}),
 }

@@ -130,6 +130,9 @@ class CudaDevice:
     """One GPU of this process. `dtype` is the activation dtype that the engine computes in; with `can_sleep` the memory of
     weights and caches can be given back."""
 
+    uniform_routing = False
+    """For benchmarks with random weights: experts are drawn by the bits of a row's logits (`bench/uniform_routing.py`)."""
+
     def __init__(self, index: int = 0, *, dtype: str = "f32", row_invariant: bool = False, can_sleep: bool = False) -> None:
         self.index, self.dtype, self.row_invariant = index, dtype, row_invariant
         self.spec = f"cuda:{index}"

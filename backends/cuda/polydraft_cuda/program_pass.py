@@ -12,7 +12,7 @@ from typing import Any, Final
 from polydraft.contracts.base import Provider
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import attention, linear, norms
+from polydraft_cuda.kernels import attention, linear, norms, routed
 from polydraft_cuda.kernels.provider import Kernel
 
 Lend = Callable[[Any], Any]
@@ -24,11 +24,21 @@ def _of_projection(device: CudaDevice, args: Any, limits: Any) -> int:
     return linear.workspace_bytes(device, args.parts[0], limits)
 
 
+_ROUTED: Final = {
+    "routed_and_shared_experts": (*routed.ROUTED, *routed.SHARED, *routed.ADDED, "rms_norm"),
+    "routed_experts": (*routed.ROUTED, *routed.ADDED, "rms_norm"),
+    "last_routed_and_shared_experts": (*routed.ROUTED, *routed.SHARED, *routed.ADDED),
+    "last_routed_experts": (*routed.ROUTED, *routed.ADDED),
+}
+"""Halves with experts, by what they have; those behind which no norm follows are the last of a model."""
+
+
 KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
     "gated": (("linear", "swiglu"), Kernel(linear.gated, _of_projection)),
     "chosen": (("linear", "process_logits", "argmax"), Kernel(linear.chosen, _of_projection)),
     "turned_attention": (("rope_kv_write", "paged_attention"), Kernel(attention.turned_attention)),
     "early_norm": (("residual_add", "rms_norm"), Kernel(norms.add_and_norm_early)),
+    **{name: (parts, Kernel(routed.routed_experts, routed.workspace_bytes)) for name, parts in _ROUTED.items()},
 }
 """Kernels of the pass by name: the contracts that each computes, and its binding."""
 
@@ -57,6 +67,7 @@ class CudaPass:
         yield self._gated(program, place)
         yield self._chosen(program, place)
         yield self._turned(program, place)
+        yield self._routed(program, place)
         yield self._early(program, place)
 
     def _gated(self, program: UnboundProgram, place: int) -> Rewritten | None:
@@ -95,6 +106,28 @@ class CudaPass:
             return None
         why = "attention turns and stores the rows that the projection in front writes"
         return _unless_read(program, place, Rewritten(nodes, "turned_attention", why, (turn.q_out,)))
+
+    def _routed(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        for kernel, parts in _ROUTED.items():
+            nodes = _run(program, place, parts if parts[-1] == "residual_add" else (*parts[:-2], "residual_add+rms_norm"))
+            if not nodes:
+                continue
+            project, choice, *shared, experts, end = _args(nodes)
+            same = choice.logits is project.out and experts.x is project.x and getattr(end, "parts", (end,))[0].y is experts.out
+            same = same and all(getattr(experts, name) is getattr(choice, name) for name in ("expert_ids", "expert_weights"))
+            dead: tuple[Any, ...] = (experts.out,)
+            if shared:
+                up, activation, down = shared
+                same = same and up.x is project.x and activation.gate_up is up.out and down.x is activation.out
+                dead = (up.out, experts.out)
+            if (down.out if shared else None) is not experts.shared or not same:
+                continue
+            if routed.is_routed(self._device, self._lend(project), self._lend(experts)):
+                why = (
+                    "experts are chosen and listed before the shared ones run; their sum is added to the stream where it is made"
+                )
+                return _unless_read(program, place, Rewritten(nodes, kernel, why, dead))
+        return None
 
     def _early(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("residual_add+rms_norm",))

@@ -21,6 +21,7 @@ MODULES: Final = (
     "rope",
     "attention",
     "mlp",
+    "routing",
     "experts",
     "process",
     "sampling",

@@ -74,13 +74,22 @@ def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
 
 
 def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
-    """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned as a
-    whole, in halves and without norms, and a tile holds all new rows of a slot."""
+    """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned without
+    norms, as a whole, or half of 128 elements in halves, and a tile holds all new rows of a slot."""
     if device.arch != "sm_90" or device.row_invariant or a.cache.spec.kv or not is_fast(a):
         return False
     plain_heads = turn.q_norm is None and turn.k_norm is None
-    whole = plain_heads and 2 * len(turn.frequencies) == turn.head_dim and turn.style == "half" and a.head_dim % 64 == 0
-    return bool(whole and limits.window * (a.num_heads // a.num_kv_heads) <= 16)
+    rotary = 2 * len(turn.frequencies)
+    held = a.head_dim % 64 == 0 and (rotary == a.head_dim or (rotary, a.head_dim, turn.style) == (64, 128, "half"))
+    return bool(plain_heads and held and limits.window * (a.num_heads // a.num_kv_heads) <= 16)
+
+
+def _turned(turn: Any) -> dict[str, int]:
+    """Defines of a turn that is not one of whole heads in halves."""
+    rotary = 2 * len(turn.frequencies)
+    return {
+        **({"INTERLEAVED": 1} if turn.style == "interleaved" else {}), **({"ROTARY": rotary} if rotary < turn.head_dim else {}),
+    }  # fmt: skip
 
 
 def turned_attention(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
@@ -111,7 +120,7 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any =
     function = device.function(
         source("attention_decode.cu"), "attention_decode", HEAD_DIM=int(a.head_dim), GROUP=int(group), TILES=tiles,
         KEY_WARPS=key_warps, SPLITS=splits, STAGES=stages, BLOCK_GROUPS=int(a.block_size) // 16,
-        ROPE=limits.window if turn else 0, **quantised.window(a), **act(a.q.dtype),
+        ROPE=limits.window if turn else 0, **(_turned(turn) if turn else {}), **quantised.window(a), **act(a.q.dtype),
     )  # fmt: skip
     sums = key_warps * 16 * tiles * (a.head_dim + 10) * 4
     ring = key_warps * tiles * stages * a.head_dim * 64

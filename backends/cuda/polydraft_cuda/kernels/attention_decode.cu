@@ -12,7 +12,8 @@
 //
 // Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128; of 64 with ROPE), GROUP (query heads a key head), TILES (tiles of 16
 // packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), WINDOW, ROPE (0,
-// or the rows of a tile at most).
+// or the rows of a tile at most); with it INTERLEAVED where heads are not turned in halves, and ROTARY where only so many of their first
+// elements are turned: half of 128, in halves.
 #include "attention.cuh"
 #include "boxes.cuh"
 
@@ -38,16 +39,29 @@ __device__ __forceinline__ void bring(unsigned target, const void* source, int b
 }
 #endif
 #if ROPE
-constexpr int HALF = HEAD_DIM / 2;
+#ifndef INTERLEAVED
+#define INTERLEAVED 0
+#endif
+#ifndef ROTARY
+#define ROTARY HEAD_DIM
+#endif
+constexpr int HALF = INTERLEAVED ? HEAD_DIM / 2 : ROTARY / 2;  // from the two neighbours that a lane has of a key to its two others
+constexpr int TURNED = INTERLEAVED ? QUADS : ROTARY / 64;      // quads of a query that are turned, or pairs of them
 static_assert(HEAD_DIM % 64 == 0 && ROPE * GROUP <= PACKED, "a lane holds both elements of a turn, and a tile all rows");
+static_assert(ROTARY == HEAD_DIM || !INTERLEAVED && ROTARY % 64 == 0 && ROTARY * 2 == HEAD_DIM, "what lanes can hold so");
 
-// Two elements and the two they turn with, by (cosine, sine) of each.
+// Two elements and the two they turn with, by (cosine, sine) of each; of interleaved ones either two turn with one another.
 __device__ __forceinline__ void turn(unsigned& a, unsigned& b, float4 by) {
     const float x0 = low(a), x1 = high(a), y0 = low(b), y1 = high(b);
+    if (INTERLEAVED) {
+        a = pack(x0 * by.x - x1 * by.y, x1 * by.x + x0 * by.y);
+        b = pack(y0 * by.z - y1 * by.w, y1 * by.z + y0 * by.w);
+        return;
+    }
     a = pack(x0 * by.x - y0 * by.y, x1 * by.z - y1 * by.w);
     b = pack(y0 * by.x + x0 * by.y, y1 * by.z + x1 * by.w);
 }
-// A new row of a key head, shared by the lanes of a warp: two keys and the two they turn with, four values.
+// A new row of a key head, shared by the lanes of a warp: two keys and two HALF behind them, four values.
 struct NewRow { unsigned a, b; vec2 v; };
 template <typename T> __device__ __forceinline__ void store_shared(unsigned at, T value);
 template <> __device__ __forceinline__ void store_shared(unsigned at, unsigned value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
@@ -131,19 +145,29 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         const int fresh = position / 16, newest = last / 16;  // groups with new rows
         const bool mine = real && newest >= start && (newest - start) / stride * stride + start >= fresh;
         const int fresh_block = mine ? __ldcg(table + fresh / BLOCK_GROUPS) : 0, newest_block = mine ? __ldcg(table + newest / BLOCK_GROUPS) : 0;
-        float4 by_query[2][QUADS / 2][4], by_row[ROPE];  // what they turn by
+        constexpr int TWOS = INTERLEAVED ? 2 : 4;  // of angles that eight elements turn by
+        const int column = lane % (HALF / 2) * 2 + lane / (HALF / 2) * HALF * 2;  // of this lane's elements of a key
+        const bool has_keys = column < HEAD_DIM, is_turned = column < ROTARY;
+        float4 by_query[2][TURNED][TWOS], by_row[ROPE];  // what they turn by
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float4* by = (const float4*)(turns + (int64_t)max(limit[h], 0) * HALF);
+            const float4* by = (const float4*)(turns + (int64_t)max(limit[h], 0) * (ROTARY / 2));
 #pragma unroll
-            for (int j = 0; j < QUADS / 2; j++)
+            for (int j = 0; j < TURNED; j++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) by_query[h][j][i] = by[(j * 32 + t * 8) / 2 + i];
+                for (int i = 0; i < TWOS; i++) by_query[h][j][i] = by[(j * 4 + t) * TWOS + i];
         }
         if (mine) {
 #pragma unroll
             for (int r = 0; r < ROPE; r++)
-                if (r < rows && lane * 2 < HALF) by_row[r] = ((const float4*)(turns + (int64_t)(position + r) * HALF))[lane];
+                if (r < rows && is_turned) {
+                    const float2* by = turns + (int64_t)(position + r) * (ROTARY / 2);
+                    if (INTERLEAVED) {
+                        const float2 a = by[column / 2], b = by[(column + HALF) / 2];
+                        by_row[r] = make_float4(a.x, a.y, b.x, b.y);
+                    } else
+                        by_row[r] = *(const float4*)(by + column);
+                }
         }
         wait_for_previous();
 #endif
@@ -156,8 +180,8 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         if (mine) {
 #pragma unroll
             for (int r = 0; r < ROPE; r++)
-                if (r < rows && lane * 2 < HALF) {
-                    const act_t* key = qkv + (first + r) * pitch + (num_heads + kv_head) * HEAD_DIM + lane * 2;
+                if (r < rows && has_keys) {
+                    const act_t* key = qkv + (first + r) * pitch + (num_heads + kv_head) * HEAD_DIM + column;
                     added[r].a = *(const unsigned*)key, added[r].b = *(const unsigned*)(key + HALF);
                 }
 #pragma unroll
@@ -182,16 +206,21 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
 #pragma unroll
-            for (int j = 0; j < QUADS / 2; j++) {
-                vec4 &a = loaded[h][j], &b = loaded[h][j + QUADS / 2];
-                const float4(&w)[4] = by_query[h][j];
+            for (int j = 0; j < TURNED; j++) {
+                vec4& a = loaded[h][j];
+                const float4(&w)[TWOS] = by_query[h][j];
+#if INTERLEAVED
+                turn(a.x, a.y, w[0]), turn(a.z, a.w, w[1]);
+#else
+                vec4& b = loaded[h][j + TURNED];
                 turn(a.x, b.x, w[0]), turn(a.y, b.y, w[1]), turn(a.z, b.z, w[2]), turn(a.w, b.w, w[3]);
+#endif
             }
         }
         if (mine) {
 #pragma unroll
             for (int r = 0; r < ROPE; r++)
-                if (r < rows && lane * 2 < HALF) turn(added[r].a, added[r].b, by_row[r]);
+                if (r < rows && is_turned) turn(added[r].a, added[r].b, by_row[r]);
         }
         // The new rows of a group that has come, over what the cache had there; and into the cache. An element of a value has two
         // bytes of each 16 of its group: the group is stored whole, nobody else writes to it.
@@ -202,8 +231,8 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
             for (int r = 0; r < ROPE; r++) {
                 const int k = position + r - group * 16;
                 if (r >= rows || k < 0 || k > 15) continue;
-                if (lane * 2 < HALF) {
-                    const int a = key_offset<true>(k, lane * 2, HEAD_DIM), b = key_offset<true>(k, lane * 2 + HALF, HEAD_DIM);
+                if (has_keys) {
+                    const int a = key_offset<true>(k, column, HEAD_DIM), b = key_offset<true>(k, column + HALF, HEAD_DIM);
                     store_shared(at + a * 2, added[r].a), store_shared(at + b * 2, added[r].b);
                     if (tile_of_warp == 0) *(unsigned*)(keys + place + a) = added[r].a, *(unsigned*)(keys + place + b) = added[r].b;
                 }

@@ -1,13 +1,14 @@
-"""Mixture of experts: the router's product, the choice, and the experts' own products over lists that the device makes.
+"""The products of experts: those of one row's choices, or over lists that the device makes, and their sum.
 
 Nothing is sorted and nothing is counted on the host: lists of each expert's rows are made on the device, and persistent blocks
-take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_tile.cu` on sm_90, and elsewhere, or
-where rows have to be invariant, through `experts_stream.cu`; anything else goes through the plain kernels.
+take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_row.cu` and `experts_tile.cu` on
+sm_90, and elsewhere, or where rows have to be invariant, through `experts_stream.cu`; anything else through plain kernels.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from polydraft.contracts.base import Limits
@@ -18,11 +19,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels.projections import TILE_ROWS, tensor_map
 from polydraft_cuda.kernels.provider import Kernel, source
 
-ROUTER_ROWS, ROUTER_OUTPUTS, ROUTER_THREADS = 8, 4, 128
-ROUTER_FEW = 32
-"""Rows of a launch up to which a block of the router has one output."""
-ROUTE_WARPS = 4
-LIST_THREADS = 256
+LIST_THREADS = 512
 SUM_THREADS = 256
 PLAIN_WARPS = 4
 MOST_EXPERTS: Final = 512
@@ -49,38 +46,19 @@ TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
 """Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once."""
 TILE_BYTES: Final = 200 << 10
 """Bytes of such a block in flight."""
-SCORING: Final = ("softmax", "sigmoid")
-RENORMALIZE: Final = ("none", "sum", "clamp")
+MOST_WIDTH: Final = 256
+"""Rows of weights that a block of `experts_row.cu` multiplies at once."""
+MOST_CHOSEN: Final = 16
+"""Experts of a row whose terms a thread has at once."""
 
 
-def router(device: CudaDevice, a: Any) -> Launch:
-    """A projection whose weights stay float32 beside 16-bit activations: a block has eight rows, and one output while these are
-    few, else several that share what is read of x. Sums are the same."""
-    outputs, inputs = a.weight.shape
+class Sized(NamedTuple):
+    """The products of experts for a launch of `most` rows at most."""
 
-    def of(each: int) -> Launch:
-        function = device.function(source("experts.cu"), "router", OUTPUTS=each, **act(a.x.dtype))
-        grid = lambda n: (outputs // each, -(-n // ROUTER_ROWS), 1)  # noqa: E731
-        return function.bind(grid, ROUTER_THREADS, a.x, a.weight, a.out, ROWS, outputs, inputs, dependent=True)
-
-    few, many = of(1), of(ROUTER_OUTPUTS if outputs % ROUTER_OUTPUTS == 0 else 1)
-
-    def launch(stream: Stream, n: int) -> None:
-        (few if n <= ROUTER_FEW else many)(stream, n)
-
-    return launch
-
-
-def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any, *, uniform: bool = False) -> Launch:
-    """A warp a row. `uniform`: experts are drawn by the bits of a row's logits, for benchmarks with random weights."""
-    del limits, workspace
-    experts, chosen = int(a.logits.shape[1]), int(a.expert_ids.shape[1])
-    function = device.function(source("experts.cu"), "route_experts", UNIFORM=int(uniform), **act("f32"))
-    return function.bind(
-        lambda n: -(-n // ROUTE_WARPS), ROUTE_WARPS * 32, a.logits, a.bias, a.row_slot, a.expert_ids, a.expert_weights, ROWS,
-        experts, chosen, SCORING.index(a.scoring), int(a.num_groups), int(a.top_groups), RENORMALIZE.index(a.renormalize),
-        float(a.floor), float(a.scale), shared=ROUTE_WARPS * (2 * experts + int(a.num_groups)) * 4, dependent=True,
-    )  # fmt: skip
+    most: int
+    lists: Launch | None
+    """Makes what `products` reads; one row wants none."""
+    products: Launch
 
 
 class _Part(NamedTuple):
@@ -124,6 +102,49 @@ def is_streamed(a: Any) -> bool:
 def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Lists, gate and up, down, sum. Raises `ContractError` for more experts than a block can list."""
     del limits
+    hidden, chosen, terms = int(a.x.shape[1]), int(a.expert_ids.shape[1]), _parts(a, workspace.buffer.pointer)[3]
+    last = device.function(source("experts.cu"), "sum_experts", **act(a.x.dtype)).bind(
+        lambda n: (-(-hidden // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
+        a.out, chosen, hidden, dependent=True,
+    )  # fmt: skip
+    found = sizes(device, a, workspace)
+
+    def launch(stream: Stream, n: int) -> None:
+        if n > 0:
+            one = fitting(found, n)
+            for step in (one.lists, one.products, last):
+                if step is not None:
+                    step(stream, n)
+
+    return launch
+
+
+def is_row_wise(a: Any) -> bool:
+    """Whether `sum_and_add` takes these experts."""
+    return bool(is_streamed(a) and a.shared_gate is None and a.expert_ids.shape[1] <= MOST_CHOSEN and a.x.shape[1] <= 8 * 1024)
+
+
+def sum_and_add(device: CudaDevice, a: Any, add: Any, normed: Any, workspace: Any) -> Launch:
+    """The sum of `expert_mlp`, added to the stream, and the norm of that, if there is one; the sum by itself is not stored."""
+    (_, hidden), chosen, terms = a.x.shape, int(a.expert_ids.shape[1]), _parts(a, workspace.buffer.pointer)[3]
+    norm = (normed.weight, normed.out, hidden, float(normed.eps)) if normed else (None, None, hidden, 0.0)
+    function = device.function(
+        source("experts_sum.cu"), "sum_and_add", CHOSEN=chosen, SHARED=int(a.shared is not None), NORM=int(normed is not None),
+        PLUS_ONE=int(normed is not None and normed.plus_one), **act(a.x.dtype),
+    )  # fmt: skip
+    return function.bind(
+        lambda n: n, -(-hidden // 256) * 32, terms, a.expert_ids, a.expert_weights, a.shared, add.x, *norm, dependent=True
+    )
+
+
+def fitting(found: Sequence[Sized], n: int) -> Sized:
+    """The first that takes as many rows, or the last."""
+    return next((one for one in found if n <= one.most), found[-1])
+
+
+def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) -> list[Sized]:
+    """The products for every number of rows, with what they need. `early`: one launch or more stands between what makes lists and
+    the products, which then fetch weights while it ends. Raises `ContractError` for more experts than a block can list."""
     (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
     if experts > MOST_EXPERTS:
         raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
@@ -136,34 +157,23 @@ def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
             experts, LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen, hidden // 8, dependent=True
         )
 
-    last = device.function(source("experts.cu"), "sum_experts", **act(a.x.dtype)).bind(
-        lambda n: (-(-hidden // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
-        a.out, chosen, hidden, dependent=True,
-    )  # fmt: skip
     if not is_streamed(a):
-        return sequence(
-            lists(None),
-            _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1),
-            _plain(device, a, h, a.down, terms, hidden),
-            last,
-        )
-    steps = []
-    if device.arch == "sm_90" and not device.row_invariant:
-        for tokens in TILE_TOKENS:
-            up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1)
-            down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
-            steps.append((_fitting(tokens, experts, chosen), sequence(lists(rows), up, down, last)))
-    else:
+        up = _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1)
+        return [Sized(1 << 30, None, sequence(up, _plain(device, a, h, a.down, terms, hidden)))]
+    if device.arch != "sm_90" or device.row_invariant:
+        found = []
         for size in INVARIANT if device.row_invariant else SIZES:
             up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
             down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
-            steps.append((_fitting(size.tokens, experts, chosen), sequence(lists(None), up, down, last)))
-
-    def launch(stream: Stream, n: int) -> None:
-        if n > 0:
-            next((one for most, one in steps if n <= most), steps[-1][1])(stream, n)
-
-    return launch
+            found.append(Sized(_fitting(size.tokens, experts, chosen), lists(None), sequence(up, down)))
+        return found
+    up = _row(device, a, a.x, a.gate_up, h, both // 2, gated=1, early=early)
+    found = [Sized(1, None, sequence(up, _row(device, a, h, a.down, terms, hidden)))]
+    for tokens in TILE_TOKENS:
+        up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1, early=early)
+        down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
+        found.append(Sized(_fitting(tokens, experts, chosen), lists(rows), sequence(up, down)))
+    return found
 
 
 def _fitting(tokens: int, experts: int, chosen: int) -> int:
@@ -196,16 +206,48 @@ def _stream(
     )  # fmt: skip
 
 
-def _tile(
-    device: CudaDevice, a: Any, tokens: int, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0
+def _row(
+    device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: int, *, gated: int = 0, early: bool = False
 ) -> Launch:
+    _, height, inputs = weight.shape
+    chosen, width = (
+        int(a.expert_ids.shape[1]),
+        row_width(int(device.num_sms), int(height), int(a.expert_ids.shape[1]), 16 if gated else 8),
+    )
+    stage, tiles = (width + 8) * 128, -(-int(height) // width)
+    stages = TILE_BYTES // stage
+    function = device.function(
+        source("experts_row.cu"), "expert_row", arch_features="a", WIDTH=width, STAGES=stages, GATED=gated, EARLY=int(early),
+        **act(a.x.dtype),
+    )  # fmt: skip
+    return function.bind(
+        chosen * tiles, 128 + 32, tensor_map(device, weight, width, paired=gated), tensor_map(device, x, 8), a.expert_ids, out,
+        tiles, outputs, inputs, shared=stages * stage + 7 * 1024 + 1024, dependent=True,
+    )  # fmt: skip
+
+
+def row_width(num_sms: int, height: int, chosen: int, unit: int) -> int:
+    """Rows of weights of a block of `experts_row.cu`, a multiple of `unit`: so few that all blocks run at once, or as many times
+    over as they have to."""
+    times = -(-chosen * height // (num_sms * MOST_WIDTH))
+    width = -(-chosen * height // (num_sms * times * unit)) * unit
+    while width < MOST_WIDTH and chosen * -(-height // width) > num_sms * times:
+        width += unit
+    return width
+
+
+def _tile(
+    device: CudaDevice, a: Any, tokens: int, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0,
+    early: bool = False,
+) -> Launch:  # fmt: skip
     experts, _, inputs = weight.shape
     chosen, tiles = int(a.expert_ids.shape[1]), -(-outputs // (TILE_ROWS // 2 if gated else TILE_ROWS))
     stage = (TILE_ROWS + tokens) * 128
     stages = TILE_BYTES // stage
     function = device.function(
-        source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, STAGES=stages, GATED=gated, **act(a.x.dtype)
-    )
+        source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, STAGES=stages, GATED=gated,
+        EARLY=int(early), **act(a.x.dtype),
+    )  # fmt: skip
     most = int(device.num_sms)
     return function.bind(
         lambda n: min(most, min(experts, n * chosen) * tiles), 2 * 128 + 32,
@@ -215,6 +257,5 @@ def _tile(
 
 
 KERNELS: dict[str, Kernel] = {
-    "route_experts": Kernel(route_experts),
     "expert_mlp": Kernel(expert_mlp, workspace_bytes),
 }

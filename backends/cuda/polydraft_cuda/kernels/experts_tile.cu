@@ -6,8 +6,8 @@
 // `down`. An entry is a place of `list`, the rows of x lie in the order of entries (see experts.cu). A tile of an expert with more rows
 // than TOKENS is taken as often as it needs, by blocks that run side by side. An entry's sum is made by one block in the order of inputs.
 //
-// Defines: ACT (1, 2), TOKENS (8..256, a power of two), STAGES (chunks of 64 inputs in flight), GATED. Sizes: inputs a multiple of 64,
-// outputs of 64 with GATED, else of 8.
+// Defines: ACT (1, 2), TOKENS (8..256, a power of two), STAGES (chunks of 64 inputs in flight), GATED, EARLY (the lists were made two
+// launches back). Sizes: inputs a multiple of 64, outputs of 64 with GATED, else of 8.
 #include "tensor.cuh"
 #define WIDTH TOKENS
 #include "wgmma.cuh"
@@ -48,7 +48,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
-    if (GATED) wait_for_previous();  // that makes the lists; the launch behind this one comes only then, and need not wait for them
+    if (GATED && !EARLY) wait_for_previous();  // that makes the lists; the launch behind this one comes only then, and need not wait for them
 
     // Items in the order of experts, tiles, entries: those of one tile follow one another, so that it is read from memory once.
     const int chunks = inputs / 64, tiles = (outputs + STEP - 1) / STEP;

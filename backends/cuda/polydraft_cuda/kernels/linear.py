@@ -19,7 +19,6 @@ from polydraft_cuda import cublaslt
 from polydraft_cuda.compiler import sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
-from polydraft_cuda.kernels.experts import router
 from polydraft_cuda.kernels.mlp import swiglu
 from polydraft_cuda.kernels.packed import Rounded, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
@@ -39,6 +38,7 @@ from polydraft_cuda.kernels.projections import (
     tile,
 )
 from polydraft_cuda.kernels.provider import Kernel
+from polydraft_cuda.kernels.routing import is_router, router
 from polydraft_cuda.kernels.sampling import argmax, argmax_among
 
 SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
@@ -60,11 +60,6 @@ GATED = Split(256, 0, 1, 4, 1)
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
-
-
-def is_router(a: Any) -> bool:
-    """Whether the weights are more exact than the activations."""
-    return bool(a.weight.dtype == "f32" and a.x.dtype != "f32")
 
 
 def is_tiled(device: CudaDevice, a: Any) -> bool:

@@ -1,0 +1,86 @@
+"""A feed-forward half with experts as few launches, in an order that leaves memory no pause: for captured steps.
+
+The router's product and the choice are one launch, and lists are made directly behind it. The shared experts' projections, whose
+weights are on their way by then, run behind that, and while they end the experts' weights are fetched. The sum of all is added to
+the stream and normed where it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+from polydraft.contracts.base import Limits
+from polydraft.contracts.composite import CompositeArgs
+from polydraft.device import Launch, Stream
+from polydraft_cuda.compiler import sequence
+from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import experts, linear, routing
+from polydraft_cuda.kernels.mlp import swiglu
+
+ROUTED: Final = ("linear", "route_experts")
+SHARED: Final = ("linear", "swiglu", "linear")
+ADDED: Final = ("expert_mlp", "residual_add")
+"""The contracts, in order; there may be no shared experts, and a norm behind the last one."""
+
+
+def is_routed(device: CudaDevice, project: Any, a: Any) -> bool:
+    """Whether a router's projection and the experts behind it are faster so."""
+    ours = device.arch == "sm_90" and not device.row_invariant and experts.is_row_wise(a)
+    return ours and routing.is_router(project) and int(a.x.shape[0]) <= routing.MOST_ROWS
+
+
+class _Records(NamedTuple):
+    """The argument records."""
+
+    project: Any
+    choice: Any
+    shared: Sequence[Any]
+    experts: Any
+    add: Any
+    norm: Any
+
+
+def _records(args: Any) -> _Records:
+    project, choice, *rest = args.parts
+    shared = rest[: len(SHARED)] if len(rest) > 3 else []
+    mlp, add, *norm = rest[len(shared) :]
+    return _Records(project, choice, shared, mlp, add, norm[0] if norm else None)
+
+
+def workspace_bytes(device: CudaDevice, args: Any, limits: Limits) -> int:
+    """What the experts want, and behind it what projections want: lists outlast these."""
+    found = _records(args)
+    projections = (linear.workspace_bytes(device, one, limits) for one in found.shared[::2])
+    return experts.workspace_bytes(device, found.experts, limits) + max(projections, default=0)
+
+
+def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """From the router's projection to the stream, or its norm."""
+    project, choice, shared, a, add, norm = _records(args)
+    route, last = routing.router(device, project, choice), experts.sum_and_add(device, a, add, norm, workspace)
+    sizes = experts.sizes(device, a, workspace, early=bool(shared))
+    between: list[Launch] = []
+    if shared:
+        up, activation, down = shared
+        behind = workspace.buffer.pointer + experts.workspace_bytes(device, a, limits)
+        scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=behind))
+        if linear.is_gated(device, up):
+            between = [linear.gated(device, CompositeArgs((up, activation)), limits, scratch)]
+        else:
+            between = [linear.linear(device, up, limits, scratch), swiglu(device, activation, limits, None)]
+        between.append(linear.linear(device, down, limits, scratch))
+    begun = sequence(*between)
+
+    def launch(stream: Stream, n: int) -> None:
+        if n > 0:
+            one = experts.fitting(sizes, n)
+            route(stream, n)
+            if one.lists is not None:
+                one.lists(stream, n)
+            begun(stream, n)
+            one.products(stream, n)
+            last(stream, n)
+
+    return launch

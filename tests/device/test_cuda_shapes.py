@@ -409,6 +409,8 @@ def test_captured_experts_leave_what_launches_one_by_one_leave(opened: CudaDevic
             assert np.array_equal(together[n:], apart[n:]), "nothing behind the launch length is written"
         if n in (1, 8):
             for r in (0, n - 1):
+                x, router = experts.rounded(experts.start[0][r]).astype(np.float64), experts.made["router"]
+                assert (np.abs(found[0][r] - router @ x) <= 1e-6 * (np.abs(router) @ np.abs(x))).all(), "weights stay float32"
                 exact = experts.stream_of(r, *found[1:3])
                 assert (np.abs(found[3][r] - exact) <= 8 * eps * np.maximum(np.abs(exact), 1.0)).all(), (n, r)
     again = [experts.run(64, captured=True)[3:] for _ in range(3)]

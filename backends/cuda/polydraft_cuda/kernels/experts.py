@@ -128,13 +128,12 @@ def sum_and_add(device: CudaDevice, a: Any, add: Any, normed: Any, workspace: An
     """The sum of `expert_mlp`, added to the stream, and the norm of that, if there is one; the sum by itself is not stored."""
     (_, hidden), chosen, terms = a.x.shape, int(a.expert_ids.shape[1]), _parts(a, workspace.buffer.pointer)[3]
     norm = (normed.weight, normed.out, hidden, float(normed.eps)) if normed else (None, None, hidden, 0.0)
+    threads = -(-hidden // 256) * 32
     function = device.function(
-        source("experts_sum.cu"), "sum_and_add", CHOSEN=chosen, SHARED=int(a.shared is not None), NORM=int(normed is not None),
+        source("experts_sum.cu"), "sum_and_add", THREADS=threads, CHOSEN=chosen, SHARED=int(a.shared is not None), NORM=int(normed is not None),
         PLUS_ONE=int(normed is not None and normed.plus_one), **act(a.x.dtype),
     )  # fmt: skip
-    return function.bind(
-        lambda n: n, -(-hidden // 256) * 32, terms, a.expert_ids, a.expert_weights, a.shared, add.x, *norm, dependent=True
-    )
+    return function.bind(lambda n: n, threads, terms, a.expert_ids, a.expert_weights, a.shared, add.x, *norm, dependent=True)
 
 
 def fitting(found: Sequence[Sized], n: int) -> Sized:

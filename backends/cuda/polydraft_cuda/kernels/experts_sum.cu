@@ -4,7 +4,7 @@
 // The launch in front is the second product of the experts, which lets this one come only once it has seen what was before it: all but
 // the terms is read while it runs.
 //
-// Defines: ACT (1, 2), CHOSEN (experts of a row), SHARED (there are shared experts), NORM (one follows), PLUS_ONE (as in norms.cu).
+// Defines: ACT (1, 2), THREADS, CHOSEN (experts of a row), SHARED (there are shared experts), NORM (one follows), PLUS_ONE (as in norms.cu).
 #include "tensor.cuh"
 
 struct alignas(16) Eight { act_t e[8]; };
@@ -14,7 +14,7 @@ __device__ __forceinline__ Eight load_eight(const act_t* p) {
     return *(const Eight*)&bits;
 }
 
-extern "C" __global__ void sum_and_add(const float* terms, const int* ids, const float* weights, const act_t* shared, act_t* x, const act_t* gain,
+extern "C" __global__ void __launch_bounds__(THREADS) sum_and_add(const float* terms, const int* ids, const float* weights, const act_t* shared, act_t* x, const act_t* gain,
                                         act_t* out, int width, float eps) {
     __shared__ float scratch[32];
     launch_dependents();

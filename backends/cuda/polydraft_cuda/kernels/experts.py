@@ -130,8 +130,8 @@ def sum_and_add(device: CudaDevice, a: Any, add: Any, normed: Any, workspace: An
     norm = (normed.weight, normed.out, hidden, float(normed.eps)) if normed else (None, None, hidden, 0.0)
     threads = -(-hidden // 256) * 32
     function = device.function(
-        source("experts_sum.cu"), "sum_and_add", THREADS=threads, CHOSEN=chosen, SHARED=int(a.shared is not None), NORM=int(normed is not None),
-        PLUS_ONE=int(normed is not None and normed.plus_one), **act(a.x.dtype),
+        source("experts_sum.cu"), "sum_and_add", THREADS=threads, CHOSEN=chosen, SHARED=int(a.shared is not None),
+        NORM=int(normed is not None), PLUS_ONE=int(normed is not None and normed.plus_one), **act(a.x.dtype),
     )  # fmt: skip
     return function.bind(lambda n: n, threads, terms, a.expert_ids, a.expert_weights, a.shared, add.x, *norm, dependent=True)
 

@@ -168,6 +168,8 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
         most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
         joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
         steps = [(most, sequence(*before, joined))]
+    taken = max(most for most, _ in steps)
+    steps += [(size.rows, one) for size in split_sizes(device, a) if size.rows > taken and (one := split(device, a, size, out))]
     apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
     return by_rows([*steps, (1 << 30, apart)])
 

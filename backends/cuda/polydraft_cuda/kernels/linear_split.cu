@@ -5,8 +5,8 @@
 // comes to each; each finishes half of the outputs, and is given the other's sums of them through shared memory.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
-// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; SPLIT 1; rows of gate and up
-// come one by one). O is a multiple of 8.
+// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; rows of gate and up come one
+// by one). O is a multiple of 8.
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -15,7 +15,7 @@ constexpr int PRODUCTS = TOKENS > 128 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRO
 constexpr int FETCHERS = PRODUCTS > 1 ? 128 : 32;  // a warp group where registers pass from it to the others
 constexpr int W_BYTES = WIDTH * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
 constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (TOKENS < 64 ? (64 - TOKENS) * 128 : 0);  // where the other's sums lie
-static_assert(SPLIT == 1 || PRODUCTS == 1 && !GATED && EIGHTS % 2 == 0, "what two blocks may share");
+static_assert(SPLIT == 1 || PRODUCTS == 1 && EIGHTS % 2 == 0, "what two blocks may share");
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
@@ -24,7 +24,7 @@ __device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(Two*)to
 typedef act_t out_t;
 __device__ __forceinline__ void put_two(out_t* to, float a, float b) { *(unsigned*)to = pack(a, b); }
 #endif
-constexpr int OWN = SPLIT > 1 || GATED ? WIDTH / 2 : WIDTH, PITCH = OWN + 16 / sizeof(out_t);  // outputs that a block finishes
+constexpr int OWN = WIDTH / (SPLIT * (GATED ? 2 : 1)), PITCH = OWN + 16 / sizeof(out_t);  // outputs that a block finishes
 constexpr int UNIT = OWN % 8 ? 4 : 8;
 struct alignas(UNIT * 2) Unit { out_t e[UNIT]; };
 
@@ -72,7 +72,12 @@ __device__ __forceinline__ void finish(const float (&sums)[WIDTH / 2], unsigned 
     for (int j = 0; j < HALF; j++) {
         const vec4 more = load_shared(mine + j * CONSUMERS * 16);
         const float* s = sums + (FIRST + j) * 4;
-        rows.put(j, s[0] + __uint_as_float(more.x), s[1] + __uint_as_float(more.y), s[2] + __uint_as_float(more.z), s[3] + __uint_as_float(more.w));
+        const float a = s[0] + __uint_as_float(more.x), b = s[1] + __uint_as_float(more.y), c = s[2] + __uint_as_float(more.z), d = s[3] + __uint_as_float(more.w);
+#if GATED  // gate and up in turn; both are rounded, as if they were stored
+        rows.put_one(j, gated(a, b), gated(c, d));
+#else
+        rows.put(j, a, b, c, d);
+#endif
     }
     rows.store();
 }
@@ -144,7 +149,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     out_t* stage = (out_t*)(raw + (base - shared_address(raw))) + (threadIdx.x >> 5) * 16 * PITCH;
     if (SPLIT > 1) {
         const unsigned mine = base + GIVEN + threadIdx.x * 16;
-        const Rows rows{stage, out, bias, token, tile * WIDTH + rank * HALF * 8, n, outputs};
+        const Rows rows{stage, out, bias, token, tile * OWN * 2 + rank * OWN, n, GATED ? outputs / 2 : outputs};
         cluster_wait();  // the other one has begun
         if (rank) give<0>(sums[0], mine, 0);
         else give<HALF>(sums[0], mine, 1);
@@ -157,7 +162,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
 #pragma unroll
     for (int p = 0; p < PRODUCTS; p++) {
         const float* s = sums[p];
-#if GATED  // gate and up in turn; both are rounded, as if they were stored
+#if GATED
         const Rows rows{stage, out, nullptr, token + p * 64, tile * (WIDTH / 2), n, outputs / 2};
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++, s += 4) rows.put_one(j, gated(s[0], s[1]), gated(s[2], s[3]));

@@ -339,8 +339,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
     else:
         _bind(device, [("linear", project), ("paged_attention", record)], shape)
     if shape is SHAPES[0]:
-        for other in ({"style": "interleaved"}, {"frequencies": turn.frequencies[: shape.head_dim // 4]}):
-            turned = dataclasses.replace(turn, **other)
+        fewer = turn.frequencies[: shape.head_dim // 4]
+        for turned in (dataclasses.replace(turn, style="interleaved"), dataclasses.replace(turn, frequencies=fewer)):
             _bind(device, [("linear", project), ("rope_kv_write", turned), ("paged_attention", record)], shape)
         record = dataclasses.replace(record, sliding_window=WINDOW)
         _bind(device, [("linear", project), ("rope_kv_write", turn), ("paged_attention", record)], shape)

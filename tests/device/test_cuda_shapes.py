@@ -316,7 +316,7 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
         assert np.array_equal(run(captured=True), one_by_one)
 
 
-HALVES = {
+HALVES: dict[str, tuple[Half, dict[str, Any]]] = {
     "ernie21": (Half(2560, 1536, 64, 6, 3072), {"bias": True, "renormalize": "clamp"}),
     "glm12": (Half(4096, 1408, 128, 8, 1408), {"bias": True, "scoring": "sigmoid", "scale": 2.5}),
     "groups, none shared": (Half(2048, 768, 96, 4, 0), {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2}),
@@ -553,7 +553,7 @@ class Turned:
 
     def __init__(
         self, device: CudaDevice, shape: Shape, seqs: list[tuple[int, int]], holes: int = 2, sliding_window: int = 0,
-        style: str = "half", share: float = 1.0,
+        style: Any = "half", share: float = 1.0,
     ) -> None:  # fmt: skip
         act, width = device.dtype, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.plain = Attention(device, shape, seqs, prefill=False, holes=holes, sliding_window=sliding_window)

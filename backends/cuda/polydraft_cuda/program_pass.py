@@ -115,17 +115,16 @@ class CudaPass:
             project, choice, *shared, experts, end = _args(nodes)
             same = choice.logits is project.out and experts.x is project.x and getattr(end, "parts", (end,))[0].y is experts.out
             same = same and all(getattr(experts, name) is getattr(choice, name) for name in ("expert_ids", "expert_weights"))
+            shares: Any = None
             dead: tuple[Any, ...] = (experts.out,)
             if shared:
                 up, activation, down = shared
                 same = same and up.x is project.x and activation.gate_up is up.out and down.x is activation.out
-                dead = (up.out, experts.out)
-            if (down.out if shared else None) is not experts.shared or not same:
+                shares, dead = down.out, (up.out, experts.out)
+            if shares is not experts.shared or not same:
                 continue
             if routed.is_routed(self._device, self._lend(project), self._lend(experts)):
-                why = (
-                    "experts are chosen and listed before the shared ones run; their sum is added to the stream where it is made"
-                )
+                why = "experts are chosen and listed before the shared ones run, and added to the stream where they are summed"
                 return _unless_read(program, place, Rewritten(nodes, kernel, why, dead))
         return None
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from polydraft.contracts.base import Provider
 from polydraft.contracts.compare import Products
 from polydraft.device import Array, Buffer, Device, Stream
+
+if TYPE_CHECKING:
+    from polydraft.plugins.program_pass import ProgramPass
 
 RowOrder = Literal["slot", "prefill_first", "seeded"]
 
@@ -241,10 +244,14 @@ class KernelTable(Protocol):
 
 @dataclass(frozen=True)
 class Collectives:
-    """What `polydraft_collectives` returns: providers and versions of one rank, by contract of `COLLECTIVES`."""
+    """What `polydraft_collectives` returns: providers and versions of one rank, by contract of `COLLECTIVES`.
+
+    `program_pass`: over programs with collectives, in the place of the one that the backend's kernel table brings; None: that one
+    sees them, too."""
 
     providers: Mapping[str, Provider]
     versions: Mapping[str, int]
+    program_pass: ProgramPass | None = None
 
 
 @dataclass(frozen=True)

@@ -505,6 +505,9 @@ def test_collectives_that_are_missing_or_of_another_version_are_refused():
         plugins = Plugins.load(backend(polydraft_collectives=returning(wrong)))
         with pytest.raises(PluginError, match=f"polydraft_collectives returned .*{said} all_gather/1, all_reduce/1, argmax"):
             plugins.collectives(device, group)
+    broken: Any = Collectives(whole.providers, whole.versions, object())  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match="polydraft_collectives has no usable program_pass: it has no kernels"):
+        Plugins.load(backend(polydraft_collectives=returning(broken))).collectives(device, group)
     with pytest.raises(PluginError, match="declares capability ranks without the hook polydraft_collectives; implement the"):
         Plugins.load(backend(polydraft_collectives=None))
     with pytest.raises(PluginError, match="declares ranks 'gpus', wanted threads or processes, or '' for none; correct it"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from polydraft.backend import Collectives
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.errors import ContractError, PluginError
 from polydraft.plugins.checks import check_table
@@ -103,7 +104,7 @@ def test_it_can_ask_who_reads_what(buffers: Any):  # noqa: F811
     answers: dict[str, list[bool]] = {}
 
     def ask(program: UnboundProgram) -> Sequence[Entry]:
-        answers[program.name] = [program.is_read(buffer, 0, 2) for buffer in (b.out, b.x, b.z)]
+        answers[program.name] = [program.is_read(buffer, 2) for buffer in (b.out, b.x, b.z)]
         return program.entries
 
     table = Passing(ask, *OWNED)
@@ -111,7 +112,7 @@ def test_it_can_ask_who_reads_what(buffers: Any):  # noqa: F811
     target.nodes += run_of_three(b)
     draft.nodes.append(node("scale", x=b.z, out=b.y))
     build((target, draft))
-    assert answers == {"target": [True, False, True], "draft": [False, True, False]}
+    assert answers == {"target": [True, True, True], "draft": [False, True, True]}
 
 
 def dropped(program: UnboundProgram) -> Sequence[Entry]:
@@ -156,7 +157,8 @@ REFUSED: dict[str, tuple[Rewrite, str]] = {
     "returns a copy": (invented, r"returned add as entry 0, wanted all entries"),
     "names no kernel of its own": (merge("other", 0, 2), r"gives add\+scale to kernel 'other', which it does not have"),
     "takes a kernel for others": (merge("scaled", 0, 2), r"kernel 'scaled', which is for scale\+read; leave that run"),
-    "does not write what is read": (merge("both", 0, 2, "x"), r"does not write x, but that is not what one of these"),
+    "does not write what it reads again": (merge("both", 0, 2, "x"), r"does not write x, which is read elsewhere"),
+    "does not write what none of it reads": (merge("both", 0, 2, "out"), r"does not write a buffer, but that is not what one of"),
     "does not write all of one launch": (merge("fast", 1, 2, "out"), r"does not write everything that this one launch"),
 }
 
@@ -187,6 +189,32 @@ def test_what_no_launch_reads_the_host_may_read(buffers: Any):  # noqa: F811
         PluginError, match="does not write a buffer, but that is not what one of these launches writes for another"
     ):
         Passing(merge("both", 0, 2, "out"), *OWNED).program(run_of_three(buffers)[:2])
+
+
+def test_what_a_run_adds_to_and_reads_may_die_where_it_is_written_anew_in_front(buffers: Any):  # noqa: F811
+    b = buffers
+    entries = [node("scale", x=b.z, out=b.x), node("add", x=b.x, y=b.y), node("scale", x=b.x, out=b.out)]
+    program = Passing(merge("both", 1, 3, "x"), *OWNED).program(entries)
+    assert [entry.contract for entry in program.captured] == ["scale", "add+scale"]
+    with pytest.raises(PluginError, match="does not write a buffer, which is read elsewhere; leave that run as it is"):
+        Passing(merge("both", 1, 3, "x"), *OWNED).program([*entries, node("scale", x=b.x, out=b.y)])
+
+
+def test_collectives_bring_the_pass_that_sees_them_and_what_the_backend_serves():
+    def nothing(program: UnboundProgram) -> Sequence[Entry]:
+        return program.entries
+
+    brought: Any = Pass(nothing, [])
+    pack = PackTable("fast", "", table_of("sample", rewrite=nothing), ordered=True)
+    for own, given, chosen in ((nothing, brought, True), (nothing, None, False), (None, brought, True)):
+        alone = lay_over("chip", table_of("sample", "argmax", rewrite=own), ReferenceDevice(), [pack])
+        table = alone.with_collectives(Collectives({"broadcast": Provider("", [])}, {"broadcast": 1}, given), "chip")
+        assert [(one.source, *sorted(one.served)) for one in table.passes] == [
+            ("fast", "sample"),
+            ("chip", "argmax", "broadcast"),
+        ]
+        assert (table.passes[1].program_pass is brought) == chosen
+        assert alone.passes[-1].source == ("fast" if own is None else "chip")
 
 
 def test_a_pass_keeps_to_what_its_own_table_serves(buffers: Any):  # noqa: F811

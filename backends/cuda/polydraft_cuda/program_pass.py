@@ -157,4 +157,4 @@ def _is_written_in_front(program: UnboundProgram, place: int, buffer: Any) -> bo
 def _unless_read(program: UnboundProgram, place: int, run: Rewritten) -> Rewritten | None:
     """The run, where nobody reads what it does not write."""
     end = place + len(run.nodes)
-    return None if any(program.is_read(buffer, place, end) for buffer in run.dead) else run
+    return None if any(program.is_read(buffer, end) for buffer in run.dead) else run

@@ -25,6 +25,7 @@ def with_collectives(change: Callable[[Collectives, Any, Any], dict[str, Any]]) 
     """A backend with some collectives replaced: `change(collectives, device, group)`."""
 
     def changed(answer: Collectives, device: Any, group: Any) -> Collectives:
+        # without its pass, whose kernels would be launched in the place of what is changed
         return Collectives({**answer.providers, **change(answer, bare(device), group)}, answer.versions)
 
     return lambda plugin: wrap(plugin, polydraft_collectives=changed)

@@ -355,13 +355,16 @@ def check_table(name: str, table: PartialTable, role: Role = BACKEND) -> None:
     notes = getattr(table, "notes", None)
     if notes is not None:
         _check_notes(name, notes, table)
-    brought = getattr(table, "program_pass", None)
-    if brought is not None:
-        from polydraft.plugins.program_pass import ProgramPass
+    check_pass(name, hook, getattr(table, "program_pass", None))
 
-        problem = lacks(brought, ProgramPass)
-        if problem:
-            raise PluginError(f"plugin {name!r}: {hook} has no usable program_pass: {problem}; implement it or leave it out")
+
+def check_pass(name: str, hook: str, brought: Any) -> None:
+    """A pass over programs, where `hook` brings one, can be run."""
+    from polydraft.plugins.program_pass import ProgramPass
+
+    problem = "" if brought is None else lacks(brought, ProgramPass)
+    if problem:
+        raise PluginError(f"plugin {name!r}: {hook} has no usable program_pass: {problem}; implement it or leave it out")
 
 
 def check_version(name: str, hook: str, contract: str, version: int | None) -> None:

@@ -148,13 +148,14 @@ class BoundTable:
         return launch
 
     def with_collectives(self, collectives: Collectives, by: str) -> BoundTable:
-        """The table with what ranks exchange, beside its kernels; `by`: the name of the backend."""
-        passes = (
-            replace(one, served=one.served.union(collectives.providers)) if one.source == by else one for one in self.passes
-        )
+        """The table with what ranks exchange, beside its kernels, which one pass may join; `by`: the name of the backend."""
+        owners = {**self.owners, **dict.fromkeys(collectives.providers, by)}
+        brought = {one.source: one.program_pass for one in self.passes}
+        if collectives.program_pass is not None:
+            brought[by] = collectives.program_pass
         return replace(
             self, providers={**self.providers, **collectives.providers}, versions={**self.versions, **collectives.versions},
-            owners={**self.owners, **dict.fromkeys(collectives.providers, by)}, passes=tuple(passes),
+            owners=owners, passes=tuple(_pass_of(source, owners, one) for source, one in brought.items()),
         )  # fmt: skip
 
     def workspace(self, nbytes: int) -> Workspace | None:
@@ -232,7 +233,12 @@ def _passes(sources: Sequence[PackTable], owners: Mapping[str, str]) -> Iterator
     for source in sources:
         brought = getattr(source.table, "program_pass", None)
         if brought is not None:
-            yield TablePass(source.name, frozenset(name for name, owner in owners.items() if owner == source.name), brought)
+            yield _pass_of(source.name, owners, brought)
+
+
+def _pass_of(source: str, owners: Mapping[str, str], brought: ProgramPass) -> TablePass:
+    """The pass of the backend or pack `source`, over what it serves."""
+    return TablePass(source, frozenset(name for name, owner in owners.items() if owner == source), brought)
 
 
 def refuse_unordered(packs: Sequence[PackTable]) -> None:

@@ -26,6 +26,7 @@ from polydraft.plugins.checks import (
     PACK,
     check_bring_up,
     check_claims,
+    check_pass,
     check_result,
     check_table,
     check_withdrawn,
@@ -166,7 +167,7 @@ class Plugins:
 
     def collectives(self, device: Device, group: Group) -> Collectives:
         """The backend's collectives of one rank; asked for only when the capability `ranks` is declared. Raises `PluginError`
-        where one is missing, or of another version."""
+        where one is missing, or of another version, and for a pass over programs that cannot be run."""
         hook = "polydraft_collectives"
         found: Collectives = self.manager.hook.polydraft_collectives(device=device, group=group)
         wanted = {one.name: one.version for one in COLLECTIVES}
@@ -176,6 +177,7 @@ class Plugins:
                 f"plugin {self.backend.name!r}: {hook} returned {got or 'none'}, wanted "
                 f"{', '.join(f'{name}/{version}' for name, version in wanted.items())}; provide these"
             )
+        check_pass(self.backend.name, hook, found.program_pass)
         return found
 
     def off_device(self, spec: str) -> dict[str, Any]:

@@ -114,10 +114,10 @@ class UnboundProgram:
     elsewhere: tuple[Sequence[Entry], ...] = field(default=(), repr=False)
     """The other programs of the step."""
 
-    def is_read(self, buffer: Buffer, start: int, end: int) -> bool:
-        """Whether anybody reads what entries `start` to `end` leave in `buffer`: a later entry, another program of the step, or
-        an earlier entry in the next step."""
-        return self._readers.is_read(buffer, start, end)
+    def is_read(self, buffer: Buffer, end: int) -> bool:
+        """Whether anybody reads what the entries in front of `end` leave in `buffer`: a later entry, another program of the step,
+        or these themselves in the next step."""
+        return self._readers.is_read(buffer, end)
 
     @functools.cached_property
     def _readers(self) -> Readers:
@@ -149,13 +149,13 @@ class Readers:
                     self._touched.setdefault(buffer, []).append((place, reads))
         self._elsewhere = [_first_touches(others) for others in elsewhere]
 
-    def is_read(self, buffer: Buffer, start: int, end: int) -> bool:
-        """Whether anybody reads what entries `start` to `end` leave in `buffer`: a later entry, another program of the step, or
-        an earlier entry in the next step. Whoever touches it first decides."""
+    def is_read(self, buffer: Buffer, end: int) -> bool:
+        """Whether anybody reads what the entries in front of `end` leave in `buffer`: a later entry, another program of the step,
+        or these themselves in the next step. Whoever touches it first decides."""
         mine = self._touched.get(id(buffer), ())
         behind = next((reads for place, reads in mine if place >= end), False)
-        in_front = next((reads for place, reads in mine if place < start), False)
-        return behind or in_front or any(first.get(id(buffer), False) for first in self._elsewhere)
+        anew = next((reads for place, reads in mine if place < end), False)
+        return behind or anew or any(first.get(id(buffer), False) for first in self._elsewhere)
 
 
 def _first_touches(entries: Iterable[Entry]) -> dict[int, bool]:

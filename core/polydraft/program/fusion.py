@@ -38,7 +38,7 @@ def fuse(nodes: Sequence[Entry], table: BoundTable, others: Sequence[Sequence[En
         for composite in begins.get(node.contract, ()) if isinstance(node, Node) else ():
             end = index + len(composite.parts)
             run = matches(composite, nodes[index:end])
-            if run and not any(readers.is_read(buffer, index, end) for buffer in _dead(composite, run)):
+            if run and not any(readers.is_read(buffer, end) for buffer in _dead(composite, run)):
                 parts = CompositeArgs(tuple(n.args for n in run if isinstance(n.args, Args)))
                 result.append(Node(composite.name, parts, run[0].unit, run[0].stage))
                 index = end
@@ -116,7 +116,7 @@ def _check(one: TablePass, program: UnboundProgram, found: Sequence[Entry]) -> N
                 f"{where} returned {got} as entry {place}, wanted all entries in their order; rewrite runs in place"
             )
         if isinstance(entry, Rewritten) and id(entry) not in before:
-            problem = _problem(one, program, entry, place, end)
+            problem = _problem(one, program, entry, end)
             if problem:
                 raise PluginError(
                     f"{where} gives {entry.contract} to kernel {entry.kernel!r}, {problem}; leave that run as it is"
@@ -126,8 +126,8 @@ def _check(one: TablePass, program: UnboundProgram, found: Sequence[Entry]) -> N
         raise PluginError(f"{where} returned {place} entries, wanted {len(program.entries)}; return every entry once")
 
 
-def _problem(one: TablePass, program: UnboundProgram, entry: Rewritten, start: int, end: int) -> str:
-    """What forbids to rewrite entries `start` to `end` so; "" where nothing does."""
+def _problem(one: TablePass, program: UnboundProgram, entry: Rewritten, end: int) -> str:
+    """What forbids to rewrite the entries that end in front of `end` so; "" where nothing does."""
     if entry.kernel not in one.program_pass.kernels:
         return "which it does not have"
     wanted = one.program_pass.kernels[entry.kernel].parts
@@ -143,9 +143,10 @@ def _problem(one: TablePass, program: UnboundProgram, entry: Rewritten, start: i
     for buffer in entry.dead:
         name = getattr(buffer, "name", "a buffer")
         first, *others = [*filter(None, ({a for v, a in accesses(r) if v is buffer} for r in entry.records)), set[str]()]
-        if first != {"out"} or not any(touched - {"out"} for touched in others):  # the host may read what no launch does
+        written = first in ({"out"}, {"inout"})
+        if not written or not any(touched - {"out"} for touched in others):  # the host may read what no launch does
             return f"which does not write {name}, but that is not what one of these launches writes for another"
-        if program.is_read(buffer, start, end):
+        if program.is_read(buffer, end):
             return f"which does not write {name}, which is read elsewhere"
     return ""
 

@@ -14,7 +14,7 @@ from tools import make_checkpoint
 BLOCKS = 36
 """Of the 7B shape's target; with K = 3 a step has 39, whose widths say nothing of the number of calls."""
 WITH_3_2 = 1492
-"""Paddle 3.2 has no product with a bias, and its norm, which the list of an XPU has by that name, does not write to a buffer."""
+"""The emulated device has no fused rotation and attention with Paddle 3.2, and the norm of 3.2 does not write to a buffer."""
 COUNT = """
 import json, sys
 from polydraft import LLM, SamplingParams
@@ -38,15 +38,15 @@ llm.engine.close()
 @pytest.mark.parametrize(
     ("device", "most"),
     [
-        ("polyemu:0", 1371),
-        deep(("polyemu:0?ops=xpu3", 1586)),  # whose list has no fused norm of Paddle 3.3
+        ("polyemu:0", 1003),
+        deep(("polyemu:0?ops=xpu3", 1117)),  # whose list has no norm of a sum, and no product with a bias that writes to a buffer
     ],
 )
 def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: str, most: int):
     """6,784 before kernels wrote where results belong and rows were laid out once a pass, 2,031 before heads were turned by one
-    gather and state was computed slot by slot."""
+    gather and state was computed slot by slot, 1,371 before rotation, attention and the norm of a sum were one operation each."""
     shape = {"num_hidden_layers": BLOCKS, "num_attention_heads": 8}
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
     run = script(COUNT, str(model), device)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert 1000 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)
+    assert 800 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)

@@ -40,8 +40,8 @@ NO_RANKS = ("polycuda",)
 """Kinds of place whose runtime has no collectives."""
 KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
 """A function of a module of kernels. One that is called like a contract is its kernel."""
-HOST_COMPOSITES = ("residual_add+rms_norm",)
-"""What it serves on the CPU place besides."""
+COMPOSITES = ("residual_add+rms_norm",)
+"""What it serves besides."""
 Evidence = Literal["silicon", "custom device", "double only"]
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
@@ -80,7 +80,7 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     reason = unusable() or next((said for library, said in misfit.items() if serves(library, kind)), "")
     nothing: tuple[Evidence, str] = "double only", ""
     evidence, evidence_on = EVIDENCE.get(kind, nothing)
-    served = {name: REGISTRY[name].version for name in contracts()} | (dict.fromkeys(HOST_COMPOSITES, 1) if spec == "cpu" else {})
+    served = {name: REGISTRY[name].version for name in contracts()} | dict.fromkeys(COMPOSITES, 1)
     return BackendInfo(
         name=name,
         version=__version__,

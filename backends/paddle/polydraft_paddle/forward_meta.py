@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import paddle
 
 from polydraft.backend import PassBuffers, StepMeta
 from polydraft.contracts.base import Limits
@@ -28,7 +29,14 @@ class PaddleForwardMeta:
         self._tensors = tuple(b.tensor for b in (buffers.row_slot, buffers.positions, buffers.block_table))  # type: ignore[attr-defined]
         self._arrays = tuple(np.from_dlpack(t) for t in self._tensors) if device.host_visible else ()
         self._kept = Kept()
+        self._shared: dict[tuple[int, ...], Any] = {}
         self.layout: HostLayout | RowLayout | None = None
+
+    def zeros(self, *shape: int) -> Any:
+        """A float32 tensor of this shape that the layers of the pass share, one after the other; zero where none has written."""
+        if shape not in self._shared:
+            self._shared[shape] = paddle.zeros(shape, "float32")
+        return self._shared[shape]
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
         """Lay out the rows now in the pass's buffers; nothing waits, and on the host only host memory is read."""

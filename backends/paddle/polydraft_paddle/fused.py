@@ -9,32 +9,88 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import paddle
 
 from polydraft_paddle.installation import set_fallback
 from polydraft_paddle.ops import Tensor, direct
 
+unasked = paddle.Tensor
+"""Makes a tensor without memory, for a result that nobody asks for."""
+
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, in float32."""
+    if has("rms_norm_ext", x):
+        return direct.fused_rms_norm_ext(x, gain, eps)[0]
     return paddle.incubate.nn.functional.fused_rms_norm(x, gain, None, eps, x.ndim - 1)[0]
 
 
 def rms_norm_into(out: Tensor, inverse: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
     """RMSNorm of rows `x` [n, R] straight over `out`, float32, on a place that has it; `inverse` [n] float32 may hold anything
     afterwards. Since Paddle 3.3: before, it has another name and writes elsewhere."""
-    direct.fused_rms_norm_quant(x, None, None, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, inverse, inverse))
+    if has("rms_norm_ext", x):
+        direct.fused_rms_norm_ext(x, gain, eps, out=(out, inverse))
+    else:
+        direct.fused_rms_norm_quant(x, None, None, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, inverse, inverse))
+
+
+def add_and_norm_into(out: Tensor, inverse: Tensor, x: Tensor, y: Tensor, gain: Tensor, eps: float) -> None:
+    """x += y, then its RMSNorm over `out`, like `rms_norm_into`. The sum lies where an addend does, which not every place takes:
+    some add again where they read a second time."""
+    direct.fused_rms_norm_quant(y, None, x, gain, None, eps, 1, -1.0, 0, 0.0, 0.0, out=(out, x, inverse))
+
+
+def rotate_into(out: Tensor, heads: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> None:
+    """Heads [N, D] turned over `out` [N, D] by the angles of each, whose `sin` and `cos` are [N, D]; all float32."""
+    shape = [1, heads.shape[0], 1, heads.shape[1]]
+    q, sin, cos, turned = (direct.view_shape(t, shape) for t in (heads, sin, cos, out))
+    direct.fused_rotary_position_embedding(
+        q, None, None, sin, cos, None, interleaved, False, 1e4, out=(turned, unasked(), unasked())
+    )
+
+
+def attend_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> None:
+    """Softmax attention of q [n, 1, H, D] over k and v [n, C, G, D], over `out`, all float32. Scores are D ** -0.5 times
+    the products, plus `added` [n, H, 1, C]."""
+    direct.flash_attn(q, k, v, None, added, 0.0, False, False, True, "", out=(out, unasked(), unasked(), unasked()))
+
+
+def _keeps_nan_and_small_weights(row: Tensor) -> bool:
+    scores = paddle.to_tensor(np.array([[0.0, -80.0, -np.inf], [0.0, np.nan, 0.0]], np.float32), place=row.place)
+    found = direct.softmax(scores, -1).numpy()
+    return bool(np.allclose(found[0, 1:], [np.exp(-80.0), 0.0], rtol=1e-3, atol=0.0) and np.isnan(found[1]).all())
+
+
+def _adds_in_place(row: Tensor) -> bool:
+    """For short rows and long ones, of which a place may keep less than all between two looks."""
+    for width in (8, 4096, 1 << 16):
+        x, y, gain, out = (paddle.full([1, width], value, "float32") for value in (1.0, 2.0, 1.0, 0.0))
+        add_and_norm_into(out, row[0, :1], x, y, gain[0], 0.0)
+        if not (np.allclose(out.numpy(), 1.0) and np.array_equal(x.numpy(), y.numpy() + 1.0)):
+            return False
+    return True
+
+
+def _attends(row: Tensor) -> None:
+    q, added = direct.view_shape(row, [1, 1, 1, 8]), direct.view_shape(row[:, :1], [1, 1, 1, 1])
+    attend_into(paddle.zeros_like(q), q, q, q, added)
 
 
 TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
-    "rms_norm": lambda row: rms_norm(row, row[0], 1e-6),
-    "rms_norm_into": lambda row: rms_norm_into(paddle.zeros_like(row), row[0, :1], row, row[0], 1e-6),
+    "rms_norm": lambda row: paddle.incubate.nn.functional.fused_rms_norm(row, row[0], None, 1e-6, 1),
+    "rms_norm_quant": lambda row: direct.fused_rms_norm_quant(row, None, None, row[0], None, 1e-6, 1, -1.0, 0, 0.0, 0.0),
+    "rms_norm_ext": lambda row: direct.fused_rms_norm_ext(row, row[0], 1e-6),
+    "add_and_norm": _adds_in_place,
     "norm": lambda row: direct.norm(row, -1, 1e-6, False),
     "swiglu": lambda row: direct.swiglu(row, None),
+    "softmax": _keeps_nan_and_small_weights,
     "logsumexp": lambda row: direct.logsumexp(row, [-1], True, False),
     "linear": lambda row: direct.linear_v2(row, row, row[0, :1], True),
+    "rotate": lambda row: rotate_into(paddle.zeros_like(row), row, row, row, False),
+    "attend": _attends,
 }
-"""Operation to what tries it on a row [1, 8] float32."""
+"""Operation to what tries it on a row [1, 8] float32; false where it is there and is of no use."""
 _FOUND: dict[Any, frozenset[str]] = {}
 
 
@@ -47,10 +103,11 @@ def learn(place: Any) -> None:
     try:
         for name, trial in TRIALS.items():
             try:
-                trial(row)
+                useless = trial(row) is False
             except (RuntimeError, OSError, AttributeError):  # Paddle 3.2 lacks some by name
                 continue
-            found.add(name)
+            if not useless:
+                found.add(name)
     finally:
         set_fallback(allowed=allowed)
     _FOUND[place] = frozenset(found)
@@ -58,4 +115,19 @@ def learn(place: Any) -> None:
 
 def has(operation: str, like: Tensor) -> bool:
     """Whether the place of `like` has it in its dtype: they were tried in float32."""
-    return like.dtype == paddle.float32 and operation in _FOUND.get(like.place, ())
+    return like.dtype == paddle.float32 and offers(operation, like.place)
+
+
+def offers(operation: str, place: Any) -> bool:
+    """Whether `place` has it in float32."""
+    return operation in _FOUND.get(place, ())
+
+
+def has_norm(like: Tensor) -> bool:
+    """Whether it has `rms_norm`."""
+    return has("rms_norm_ext", like) or has("rms_norm", like)
+
+
+def has_norm_into(like: Tensor) -> bool:
+    """Whether it has `rms_norm_into`."""
+    return has("rms_norm_ext", like) or has("rms_norm_quant", like)

@@ -137,10 +137,11 @@ def mark(contract: str) -> None:
 
 
 def run_every_kernel(device: Any, *, marked: bool = False) -> None:
-    """Launch every kernel on each of its contract's named cases in the device's activation dtype, marking launches on standard
-    error where that is asked for."""
+    """Launch every kernel on each named case of what it serves, in the device's activation dtype, marking launches on
+    standard error where that is asked for."""
     from polydraft.conformance.harness import run_kernel
-    from polydraft.contracts import REGISTRY
+    from polydraft.contracts import COMPOSITES, REGISTRY
+    from polydraft.contracts.inputs import contract_of
     from polydraft_paddle import polydraft_init_forward_meta, polydraft_kernels
 
     table: Any = polydraft_kernels(device)
@@ -148,8 +149,9 @@ def run_every_kernel(device: Any, *, marked: bool = False) -> None:
     if marked:
         table.providers = {name: Marking(name, provider) for name, provider in table.providers.items()}
     for name in table.providers:
-        for case in REGISTRY[name].cases():
-            run_kernel(REGISTRY[name], case, device, table, act=device.dtype, init_meta=init_meta)
+        kernel = COMPOSITES.get(name) or REGISTRY[name]
+        for case in contract_of(kernel).cases():
+            run_kernel(kernel, case, device, table, act=device.dtype, init_meta=init_meta)
 
 
 def probe(spec: str, *dtypes: str) -> None:

@@ -34,6 +34,40 @@ class Keys(NamedTuple):
     hidden: Tensor
 
 
+class Places(NamedTuple):
+    """The same for attention in one operation, which wants places before heads.
+
+    `pieces` [2 * n * C * U] int32: of each place the U pieces of its key, and behind all keys those of its value. `added`
+    [n, H, 1, C] float32: what its scores get, 0 for keys that count and `HIDDEN` for the others."""
+
+    begin: int
+    end: int
+    pieces: Tensor
+    added: Tensor
+
+
+class Angles:
+    """Whole heads of qkv, as they lie, and how far each turns.
+
+    `sin` and `cos` [max_len + 1, D] float32: by position, of each element of a head; the last row leaves a head as it is. The
+    last `kv_heads` of the `heads` of a row of qkv, those of v, take that."""
+
+    def __init__(self, sin: Tensor, cos: Tensor, heads: int, kv_heads: int) -> None:
+        self.sin, self.cos, self._heads, self._kv_heads = sin, cos, heads, kv_heads
+        self._kept: dict[int, Tensor] = {}
+
+    def rows(self, n: int) -> Tensor:
+        """Which of n rows and of one that does not turn each head of n rows is, int32 [n * heads]."""
+        if n not in self._kept:
+            of_qk = direct.unsqueeze(numbers(n, self.sin), [1]).expand([n, self._heads - self._kv_heads])
+            still = constant(n, of_qk[:, : self._kv_heads])
+            found = direct.reshape(direct.concat([of_qk, still], 1), [-1])
+            if found.size > KEPT:
+                return found
+            self._kept[n] = found
+        return self._kept[n]
+
+
 class Turns:
     """How the heads of qkv rotate, as pieces that move as they are: those of each head, then those of its partners.
 
@@ -112,6 +146,27 @@ class RowLayout:
             self._found[key] = take(turns.table, take(direct.concat([self.positions, still], 0), rows))
         return index, self._found[key]
 
+    def angles(self, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Sines and cosines of each head of the rows, [n * heads, D] float32 each."""
+        key = id(angles), "angles"
+        if key not in self._found:
+            still = constant(angles.sin.shape[0] - 1, self.positions[:1])
+            of = take(direct.concat([self.positions, still], 0), angles.rows(self._slots.shape[0]))
+            self._found[key] = take(angles.sin, of), take(angles.cos, of)
+        found: tuple[Tensor, Tensor] = self._found[key]
+        return found
+
+    def queries(self, heads: int, per_row: int, zeros: int) -> Tensor:
+        """Where the first `heads` heads of each row lie among `per_row` for each, int32 [n * heads]; from `zeros` on
+        there are as many of zeros, which rows that carry nothing take."""
+        key = "queries", heads, per_row, zeros
+        if key not in self._found:
+            first = choose(self._carries, multiples(self._slots.shape[0], per_row, self._slots), zeros)
+            index = direct.add(direct.unsqueeze(first, [1]), direct.unsqueeze(numbers(heads, first), [0]))
+            self._found[key] = direct.reshape(index, [-1])
+        found: Tensor = self._found[key]
+        return found
+
     # -- places ------------------------------------------------------------------------------------
     def _places(self, units: int) -> Tensor:
         """Places of the keys of each row's slot in a cache that is read in so many pieces a row, int32 [n, C]; negative where no
@@ -125,19 +180,25 @@ class RowLayout:
         found: Tensor = self._found[key]
         return found
 
-    def destinations(self, cache: CacheRows) -> Tensor:
-        """The pieces of `cache` that keys and values of each row go to: int32 [2 * n * U, width], those of the key before
-        those of the value."""
+    def destinations(self, cache: CacheRows, others: int = 0) -> Tensor:
+        """The pieces of `cache` that keys and values of each row go to: int32 [n * (others + 2 * U), width]. Those of the key are
+        before those of the value, and in front of them are `others` that go nowhere."""
         width = cache.rows.shape[1] // cache.units
-        key = "to", cache.half, cache.units, width
+        key = "to", cache.half, cache.units, width, others
         if key not in self._found:
-            n, context = (places := self._places(cache.units)).shape
-            own = take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
-            place = choose(both(self._carries, carried(own)), own, cache.nowhere)
-            pieces = direct.add(direct.unsqueeze(place, [1]), direct.reshape(cache.pieces, [1, -1]))
-            self._found[key] = direct.reshape(pieces, [-1, 1]).expand([2 * n * cache.units, width])
+            pieces = direct.add(direct.unsqueeze(self._destination(cache), [1]), direct.reshape(cache.pieces, [1, -1]))
+            if others:
+                nowhere = direct.unsqueeze(constant(cache.nowhere, self._slots), [1]).expand([pieces.shape[0], others])
+                pieces = direct.concat([nowhere, pieces], 1)
+            self._found[key] = direct.reshape(pieces, [-1, 1]).expand([pieces.size, width])
         found: Tensor = self._found[key]
         return found
+
+    def _destination(self, cache: CacheRows) -> Tensor:
+        """The place in `cache` that each row goes to, int32 [n]."""
+        n, context = (places := self._places(cache.units)).shape
+        own = take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
+        return choose(carried(direct.minimum(own, self._slots)), own, cache.nowhere)
 
     # -- attention ---------------------------------------------------------------------------------
     def keys(self, cache: CacheRows, row_bytes: int, heads: tuple[int, int], reach: int) -> list[Keys]:
@@ -160,6 +221,27 @@ class RowLayout:
             seen = direct.unsqueeze(visible[some], [1, 2]).expand([end - begin, *heads, context])
             pieces = direct.add(direct.unsqueeze(places[some], [0, 2]), direct.unsqueeze(cache.pieces, [1, 3]))
             yield Keys(begin, end, direct.reshape(pieces, [-1]), seen, self._hidden(seen))
+
+    def places(self, cache: CacheRows, row_bytes: int, heads: int, reach: int) -> list[Places]:
+        """The same for attention of `heads` heads of q in one operation."""
+        most = max(1, MOST_GATHERED // (self._table.shape[1] * self._size * row_bytes))
+        key = "whole", most, reach, heads, cache.half, cache.units
+        if key not in self._found:
+            self._found[key] = list(self._whole(cache, most, heads, reach))
+        found: list[Places] = self._found[key]
+        return found
+
+    def _whole(self, cache: CacheRows, most: int, heads: int, reach: int) -> Iterator[Places]:
+        visible = self._visible(reach)
+        places, (rows, context) = choose(visible, self._places(cache.units), cache.zeros), visible.shape
+        hidden = self._hidden(visible)
+        added = direct.where(visible, constant(0.0, hidden), hidden)
+        for begin in range(0, rows, most):
+            end = min(begin + most, rows)
+            some = slice(begin, end) if (begin, end) != (0, rows) else slice(None)
+            pieces = direct.add(direct.unsqueeze(places[some], [0, 3]), direct.unsqueeze(cache.pieces, [1, 2]))
+            each = direct.unsqueeze(added[some], [1, 2]).expand([end - begin, heads, 1, context])
+            yield Places(begin, end, direct.reshape(pieces, [-1]), each)
 
     def _hidden(self, like: Tensor) -> Tensor:
         key = "hidden", *like.shape

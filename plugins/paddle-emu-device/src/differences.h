@@ -1,8 +1,11 @@
-// Where the device computes otherwise than Paddle's CPU kernel, if it was told to (knobs in queue.h): as a chip does that rounds the
-// factors of a product, or that finds another one of several equal numbers. Everything else runs the CPU kernel as it is.
+// Where the device computes otherwise than Paddle's CPU kernel: as a chip does that rounds the factors of a product, or that finds
+// another one of several equal numbers, if it was told to (knobs in queue.h); softmax, in which the CPU loses NaN and small weights; and
+// the norm of a sum, which may lie where an addend does, as in the XPU's kernel. Everything else runs the CPU kernel as it is.
 
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -64,6 +67,47 @@ struct Computed<operation_bmm, float> : Product {};
 #if PADDLE_DEVICE_GRAPHS
 template <>
 struct Computed<operation_linear_v2, float> : Product {};
+#endif
+
+// -- softmax ----------------------------------------------------------------------------------------------------------------------
+// As it is written, over the last axis: the CPU's kernel clips the arguments of exp, which loses NaN and small weights.
+template <>
+struct Computed<operation_softmax, float> {
+  template <typename Function>
+  static void run(Function on_cpu, const DenseTensor& x, int axis, DenseTensor* out) {
+    const int rank = x.dims().size();
+    if (rank == 0 || (axis != -1 && axis != rank - 1) || x.numel() == 0) return on_cpu(cpu(), x, axis, out);
+    const int64_t size = x.dims()[rank - 1];
+    for (int64_t row = 0; row < x.numel() / size; ++row) {
+      const auto* from = x.data<float>() + row * size;
+      auto* to = out->data<float>() + row * size;
+      const float top = *std::max_element(from, from + size);
+      float total = 0.0f;
+      for (int64_t i = 0; i < size; ++i) total += to[i] = std::exp(from[i] - top);
+      for (int64_t i = 0; i < size; ++i) to[i] /= total;
+    }
+  }
+};
+
+// -- the norm of a sum -------------------------------------------------------------------------------------------------------------
+#if PADDLE_DEVICE_GRAPHS
+// Added first, then read as one tensor: the CPU's kernel reads both addends a second time.
+template <>
+struct Computed<operation_fused_rms_norm_quant, float> {
+  using MaybeTensor = paddle::optional<DenseTensor>;
+  template <typename Function, typename... A>
+  static void run(Function on_cpu, const DenseTensor& x, const MaybeTensor& bias, const MaybeTensor& residual, const DenseTensor& weight,
+                  const MaybeTensor& norm_bias, float epsilon, int axis, float scale, int round, float most, float least,
+                  DenseTensor* out, DenseTensor* sum, DenseTensor* inverse) {
+    const bool apart = residual && !bias && sum != nullptr;
+    if (apart) {
+      const auto *one = x.data<float>(), *other = residual->data<float>();
+      std::transform(one, one + x.numel(), other, sum->data<float>(), [](float a, float b) { return a + b; });
+    }
+    on_cpu(cpu(), apart ? *sum : x, bias, apart ? MaybeTensor() : residual, weight, norm_bias, epsilon, axis, scale, round, most, least,
+           out, sum, inverse);
+  }
+};
 #endif
 
 // -- which of equal numbers -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@
 #include "paddle/phi/common/scalar.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/device_context.h"
+#include "chip_operations.h"
 #include "differences.h"
 #include "further_operations.h"
 #include "half.h"
@@ -107,7 +108,7 @@ struct Argument<DenseTensor*> {
     size_t fresh = 0;
   };
   static Held hold(const CustomContext& context, DenseTensor* tensor) {
-    if (tensor == nullptr) return {DenseTensor(), false};
+    if (tensor == nullptr || !tensor->meta().valid()) return {DenseTensor(), false};  // nobody asks for it
     size_t fresh = 0;
     if (static_cast<Stream*>(context.stream())->capturing() && !tensor->initialized() && tensor->numel() > 0) {
       fresh = static_cast<size_t>(tensor->numel()) * phi::SizeOf(tensor->dtype());
@@ -207,6 +208,36 @@ void register_all(std::tuple<Operations...>*) {
   (register_operation<Operations>(), ...);
 }
 
+#if PADDLE_DEVICE_GRAPHS
+// As on a chip attention gives nothing but what it is asked for: its other outputs get no memory.
+template <typename Element>
+void launch_attention(const CustomContext& context, const DenseTensor& q, const DenseTensor& k, const DenseTensor& v,
+                      const MaybeTensor& seed, const MaybeTensor& mask, float dropout, bool causal, bool return_softmax, bool is_test,
+                      const std::string& generator, DenseTensor* out, DenseTensor*, DenseTensor*, DenseTensor*) {
+  DeviceKernel<operation_flash_attn, Element, decltype(&operation_flash_attn::compute)>::launch(
+      context, q, k, v, seed, mask, dropout, causal, return_softmax, is_test, generator, out, nullptr, nullptr, nullptr);
+}
+
+// An operation that the CPU has no kernel of (chip_operations.h): `compute`, for float32.
+template <typename Operation, typename Element>
+void register_chip_one(phi::DataType dtype) {
+  using Signature = decltype(&Operation::compute);
+  using Device = DeviceKernel<Operation, Element, Signature>;
+  Device::on_cpu = &Operation::compute;
+  Device::in_float = is_half<Element>;
+  auto* launch = reinterpret_cast<void*>(&Device::launch);
+  if constexpr (std::is_same_v<Operation, operation_flash_attn>) launch = reinterpret_cast<void*>(&launch_attention<Element>);
+  paddle_device::register_new_kernel<Signature>(PADDLE_DEVICE_TYPE, Operation::name, dtype, launch);
+}
+
+template <typename... Operations>
+void register_chip(std::tuple<Operations...>*) {
+  (register_chip_one<Operations, float>(phi::DataType::FLOAT32), ...);
+  (register_chip_one<Operations, phi::bfloat16>(phi::DataType::BFLOAT16), ...);
+  (register_chip_one<Operations, phi::float16>(phi::DataType::FLOAT16), ...);
+}
+#endif
+
 }  // namespace
 }  // namespace polyemu
 
@@ -214,4 +245,7 @@ void paddle_device::register_kernels() {
   polyemu::register_all(static_cast<AllOperations*>(nullptr));
   polyemu::register_all(static_cast<polyemu::FurtherOperations*>(nullptr));
   polyemu::register_all(static_cast<polyemu::FusedOperations*>(nullptr));
+#if PADDLE_DEVICE_GRAPHS
+  polyemu::register_chip(static_cast<polyemu::ChipOperations*>(nullptr));
+#endif
 }

@@ -21,7 +21,7 @@ from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
 from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, into_as, part, put, take
 from polydraft_paddle.provider import Kernel, Run, plain
-from polydraft_paddle.row_layout import Keys, RowLayout, Turns
+from polydraft_paddle.row_layout import Angles, Keys, RowLayout, Turns
 
 
 def as_float(x: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ def as_float(x: Tensor) -> Tensor:
 
 
 def _masked_rows(rows: Tensor, carries: Tensor) -> Tensor:
-    """Zero rows where nothing is carried, also where the row holds NaN."""
-    return choose(carries.unsqueeze(1).expand_as(rows), rows, 0.0)
+    """Zero rows where `carries`, of one shape with them, does not hold, also where the row holds NaN."""
+    return choose(carries, rows, 0.0)
 
 
 def _put_rows(out: Tensor, n: int, rows: Tensor, carries: Tensor) -> None:
@@ -53,7 +53,7 @@ def _look_up(out: Tensor, n: int, table: Tensor, index: Tensor) -> None:
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """RMSNorm over the last axis, in float32."""
     wide, gain = as_float(x), as_float(weight)
-    if fused.has("rms_norm", wide):
+    if fused.has_norm(wide):
         return fused.rms_norm(wide, gain + 1.0 if plus_one else gain, eps)
     return direct.multiply(*_unit_and_gain(wide, gain, eps, plus_one))
 
@@ -71,19 +71,46 @@ def _unit_and_gain(x: Tensor, gain: Tensor, eps: float, plus_one: bool) -> tuple
 def rms_norm(a: Any, limits: Limits) -> Run:
     """RMSNorm."""
     del limits
-    straight = a.out.dtype == paddle.float32 and fused.has("rms_norm_into", a.x)
+    straight = a.out.dtype == paddle.float32 and fused.has_norm_into(a.x)
     inverse = paddle.empty([a.out.shape[0]], "float32") if straight else None
 
     def run(n: int) -> None:
         if not n:
             return
-        x, gain = as_float(part(a.x, 0, n)), as_float(a.weight)
+        x, gain = as_float(part(a.x, 0, n)), _gain(a)
         if straight:
-            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain + 1.0 if a.plus_one else gain, a.eps)
-        elif fused.has("rms_norm", x):
-            put(part(a.out, 0, n), normalized(x, gain, a.eps, a.plus_one))
+            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain, a.eps)
+        elif fused.has_norm(x):
+            put(part(a.out, 0, n), fused.rms_norm(x, gain, a.eps))
         else:
-            into_as(a.out, n, paddle.float32, direct.multiply, *_unit_and_gain(x, gain, a.eps, a.plus_one))
+            into_as(a.out, n, paddle.float32, direct.multiply, *_unit_and_gain(x, as_float(a.weight), a.eps, a.plus_one))
+
+    return run
+
+
+def _gain(a: Any) -> Tensor:
+    """The factors of the norm's elements, float32."""
+    return as_float(a.weight) + 1.0 if a.plus_one else as_float(a.weight)
+
+
+def add_and_norm(a: Any, limits: Limits) -> Run:
+    """Composite `residual_add+rms_norm`."""
+    add, norm = a.parts
+    if norm.out.dtype != paddle.float32 or not fused.has("add_and_norm", add.x):
+        normalize = rms_norm(norm, limits)
+
+        def one_by_one(n: int) -> None:
+            if n:
+                residual_add(add, n)
+                normalize(n)
+
+        return one_by_one
+    inverse = paddle.empty([norm.out.shape[0]], "float32")
+
+    def run(n: int) -> None:
+        if n:
+            out, kept, x, y = (part(tensor, 0, n) for tensor in (norm.out, inverse, add.x, add.y))
+            fused.add_and_norm_into(out, kept, x, y, _gain(norm), norm.eps)
 
     return run
 
@@ -170,8 +197,68 @@ def turns_of(a: Any, max_len: int) -> Turns:
 _TURNS: dict[tuple[object, ...], Turns] = {}
 
 
+def angles_of(a: Any, max_len: int) -> Angles:
+    """How far whole heads of qkv turn. Layers of one shape on one place share it."""
+    key = *_rotation(a, max_len), a.num_heads, a.num_kv_heads
+    found = _ANGLES.get(key)
+    if found is None:
+        half = np.arange(a.head_dim // 2)
+        pair = np.concatenate([half, half]) if a.style == "half" else half.repeat(2)
+        cos, sin = (np.pad(table[:, pair].astype(np.float32), ((0, 1), (0, 0))) for table in turns(a, max_len))
+        cos[-1] = 1.0
+        upload = partial(paddle.to_tensor, place=a.qkv.place)
+        found = _ANGLES[key] = Angles(upload(sin), upload(cos), a.num_heads + 2 * a.num_kv_heads, a.num_kv_heads)
+    return found
+
+
+_ANGLES: dict[tuple[object, ...], Angles] = {}
+
+
 def rope_kv_write(a: Any, limits: Limits) -> Run:
-    """Rotate q and k, keep q, write k and v to the paged cache."""
+    """Rotate q and k, keep q, write k and v to the paged cache; in one operation what the place has one for, which turns whole
+    heads."""
+    whole = 2 * len(a.frequencies) == a.head_dim and not isinstance(a.cache, QuantisedCache)
+    return (turn_whole if whole and fused.offers("rotate", a.qkv.place) else turn_pieces)(a, limits)
+
+
+def turn_whole(a: Any, limits: Limits) -> Run:
+    """Heads are turned as they lie, those of v by nothing, into memory with heads of zeros behind them: rows that carry nothing
+    take those for q. All go to the cache, where those of q go nowhere."""
+    heads, dim = a.num_heads, a.head_dim
+    angles, (rows, width) = angles_of(a, limits.max_len), a.qkv.shape
+    per_row = width // dim
+    shape = rows * per_row + heads, dim
+    turned = paddle.zeros(shape, "float32") if a.meta is None else a.meta.zeros(*shape)
+    queries = direct.view_shape(a.q_out, [-1, dim])
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        layout, count = RowLayout.of(a, n), n * per_row
+        mine = part(turned, 0, count)
+        fused.rotate_into(mine, direct.reshape(_heads(a, n), [count, dim]), *layout.angles(angles), a.style == "interleaved")
+        index = layout.queries(heads, per_row, rows * per_row)
+        into_as(queries, n * heads, paddle.float32, direct.gather, turned, index, 0)
+        pieces = direct.view_shape(a.cache.rows, [-1, dim])
+        to = layout.destinations(a.cache, heads)
+        in_place(direct.put_along_axis_, pieces, to, a.cache.stored(mine), 0, "assign", True)
+
+    return run
+
+
+def _heads(a: Any, n: int) -> Tensor:
+    """Those of q, k and v of n rows, normed where the layer wants it; float32 [n, heads, D]."""
+    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
+    qkv = direct.reshape(as_float(part(a.qkv, 0, n)), [n, heads + 2 * kv_heads, dim])
+    if a.q_norm is None:
+        return qkv
+    q = normalized(qkv[:, :heads], a.q_norm, a.eps, False)
+    k = normalized(qkv[:, heads : heads + kv_heads], a.k_norm, a.eps, False)
+    return direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
+
+
+def turn_pieces(a: Any, limits: Limits) -> Run:
+    """Each head beside what turns into it, by one gather."""
     turns = turns_of(a, limits.max_len)
 
     def rotate(qkv: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
@@ -192,12 +279,7 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, 
         if not n:
             return
         layout = RowLayout.of(a, n)
-        qkv = direct.reshape(as_float(part(a.qkv, 0, n)), [n, heads + 2 * kv_heads, dim])
-        if a.q_norm is not None:
-            q = normalized(qkv[:, :heads], a.q_norm, a.eps, False)
-            k = normalized(qkv[:, heads : heads + kv_heads], a.k_norm, a.eps, False)
-            qkv = direct.concat([q, k, qkv[:, heads + kv_heads :]], 1)
-        q, kv = rotate(qkv, layout)
+        q, kv = rotate(_heads(a, n), layout)
         _put_rows(a.q_out, n, direct.reshape(q, [n, heads * dim]), layout.carries(heads * dim))
         to = layout.destinations(a.cache)
         pieces = direct.view_shape(a.cache.rows, [-1, to.shape[1]])
@@ -213,16 +295,18 @@ Mix = Callable[[Tensor, Tensor, Tensor, Keys, Keep], None]
 """What `mix` is one of."""
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, keys: Keys, keep: Keep) -> None:
+def portable_mix(q: Tensor, k: Tensor, v: Tensor, keys: Keys, keep: Keep) -> None:
     """Softmax attention of q [n, G, M, D], whose scale is in it, over those of the keys and values [n, G, C, D] that are
     visible."""
     scores = direct.where(keys.visible, direct.matmul(q, k, False, True), keys.hidden)
     keep(direct.matmul, softmax(scores), v, False, False)
 
 
-def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
-    """Row by row, each over its slot's whole table."""
-    del limits
+def paged_attention(a: Any, limits: Limits, mix: Mix = portable_mix) -> Run:
+    """Row by row, each over its slot's whole table; in one operation where the place has one, whose scale of scores is fixed."""
+    usual = a.softmax_scale == a.head_dim**-0.5 and not isinstance(a.cache, QuantisedCache)
+    if mix is portable_mix and usual and fused.offers("attend", a.q.place):
+        return plain(attend_whole)(a, limits)
 
     def run(n: int) -> None:
         if n:
@@ -231,7 +315,7 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = mix) -> Run:
     return run
 
 
-def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = mix) -> None:
+def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = portable_mix) -> None:
     """Attention of the rows `q` [n, P], each over its slot's whole table, over the first rows of `out`: what lies beyond its
     position is never read, so that poison there stays there. Rows that carry nothing see zeros alone, and become that."""
     kv_heads, dim, groups = a.num_kv_heads, a.head_dim, a.num_heads // a.num_kv_heads
@@ -241,6 +325,23 @@ def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = mi
         some = direct.scale(as_float(part(q, keys.begin, keys.end)), a.softmax_scale, 0.0, True)
         keep = partial(into_as, part(heads_out, keys.begin, keys.end), keys.end - keys.begin, paddle.float32)
         mix(direct.reshape(some, [-1, kv_heads, groups, dim]), k, v, keys, keep)
+
+
+def attend_whole(a: Any, n: int) -> None:
+    """Attention of rows over their slots' whole tables, by the place's own operation."""
+    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
+    layout, rows = RowLayout.of(a, n), direct.reshape(a.cache.rows, [-1, dim])
+    q = _masked_rows(as_float(part(a.q, 0, n)), layout.carries(heads * dim))
+    q, out = (direct.view_shape(t, [-1, 1, heads, dim]) for t in (q, part(a.out, 0, n)))
+    for places in layout.places(a.cache, 2 * kv_heads * dim * 4, heads, a.sliding_window):
+        count, context = places.end - places.begin, places.added.shape[3]
+        both = direct.reshape(as_float(take(rows, places.pieces)), [2 * count, context, kv_heads, dim])
+        k, v = part(both, 0, count), part(both, count, 2 * count)
+        some, to = part(q, places.begin, places.end), part(out, places.begin, places.end)
+        mixed = to if to.dtype == paddle.float32 else paddle.empty(to.shape, "float32")
+        fused.attend_into(mixed, some, k, v, places.added)
+        if mixed is not to:
+            into(to, count, direct.cast, mixed, to.dtype)
 
 
 def _keys_and_values(a: Any, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -257,6 +358,8 @@ def _keys_and_values(a: Any, keys: Keys) -> tuple[Tensor, Tensor]:
 
 def softmax(scores: Tensor) -> Tensor:
     """Over the last axis; a NaN among the scores makes its row NaN, which Paddle's own softmax on the CPU hides."""
+    if fused.has("softmax", scores):
+        return direct.softmax(scores, -1)
     if fused.has("logsumexp", scores):
         return direct.exp(direct.subtract(scores, direct.logsumexp(scores, [-1], True, False)))
     weights = direct.exp(direct.subtract(scores, direct.max(scores, [-1], True)))
@@ -290,7 +393,7 @@ def combine_draft_inputs(a: Any, n: int) -> None:
     """[norm(hidden) | norm(embedding)] or the reverse."""
     embedding = a.embedding[:n]
     if a.mask_first_position:
-        embedding = _masked_rows(embedding, a.positions[:n] != 0)
+        embedding = _masked_rows(embedding, (a.positions[:n] != 0).unsqueeze(1).expand_as(embedding))
     hidden = normalized(a.hidden[:n], a.hid_norm, a.eps, a.plus_one)
     halves = [hidden, normalized(embedding, a.emb_norm, a.eps, a.plus_one)]
     into_as(a.out, n, paddle.float32, direct.concat, halves if a.order == "hidden_first" else halves[::-1], 1)
@@ -300,6 +403,7 @@ KERNELS: dict[str, Kernel] = {
     "rope_kv_write": rope_kv_write,
     "paged_attention": paged_attention,
     "rms_norm": rms_norm,
+    "residual_add+rms_norm": add_and_norm,
     **{function.__name__: plain(function) for function in (
         embed, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
         argmax, gumbel_noise, sample,

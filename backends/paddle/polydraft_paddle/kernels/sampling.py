@@ -10,6 +10,7 @@ from typing import Any
 import paddle
 
 from polydraft.sentinels import NO_TOKEN
+from polydraft_paddle import fused
 from polydraft_paddle.ops import (
     Tensor,
     above,
@@ -53,8 +54,12 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
 def _best(logits: Tensor, row_slot: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows choose, bool [n], and what, int32 [n]. A row with NaN or +inf, or with nothing but -inf, does not; a sum finds
     NaN where a comparison may pass it by."""
-    top, total = direct.max(logits, [1], True), direct.sum(logits, [1], None, False)
-    sound = both(direct.isfinite(direct.reshape(top, [-1])), direct.less_equal(total, total))  # NaN is not even itself
+    top = direct.max(logits, [1], True)
+    if fused.has("logsumexp", logits):
+        sound = direct.isfinite(direct.logsumexp(logits, [1], False, False))
+    else:
+        total = direct.sum(logits, [1], None, False)
+        sound = both(direct.isfinite(direct.reshape(top, [-1])), direct.less_equal(total, total))  # NaN is not even itself
     return both(sound, carried(row_slot)), first_where(direct.greater_equal(logits, top))
 
 

@@ -6,6 +6,8 @@ reaches the host.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,6 @@ from polydraft.contracts.kernels.scatter import Run as Word
 from polydraft.contracts.layout import SNAPSHOT_TOKENS, Snapshot
 from polydraft.sentinels import NO_ROW, NO_TOKEN, PAD_SLOT, Finish, Phase
 from polydraft_paddle.ops import (
-    Column,
     First,
     Tensor,
     above,
@@ -31,7 +32,6 @@ from polydraft_paddle.ops import (
     either,
     entry,
     equals,
-    file_by_slot,
     flat,
     in_place,
     into,
@@ -111,62 +111,157 @@ def sequences(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return direct.less_than(rows, part(ends, last, last + 1)), within(ranges_of(ends, rows), last + 1), ends
 
 
+class Linear:
+    """Sums of slot columns, with factors that depend on the phase, for sequences whose slots are looked up: as many as wanted by
+    one gather, one product and one sum. A sequence without a slot has the factors of phase IDLE, and 0 in every column.
+
+    `columns`: names of the columns that are added; `SLOT_ID` is the slot's number, `ONE` is 1. `wanted`: for each result the
+    factor of each column, by phase (`OTHERS`: in all that are not named)."""
+
+    def __init__(
+        self, columns: tuple[str, ...], wanted: Sequence[Mapping[int, Mapping[str, int]]], num_slots: int, place: Any
+    ) -> None:
+        factors = np.zeros((len(wanted), len(columns), len(Phase)), np.int32)
+        for factor, by_phase in zip(factors, wanted, strict=True):
+            for phase in Phase:
+                for name, value in by_phase.get(int(phase), by_phase.get(OTHERS, {})).items():
+                    factor[columns.index(name), int(phase)] = value
+        upload = functools.partial(paddle.to_tensor, place=place)
+        self._named, self._count, self._each = columns, len(wanted), num_slots + 1
+        self._factors = upload(factors.reshape(-1, len(Phase)))
+        self._nobody = upload(np.zeros(1, np.int32))
+        self._idle = upload(np.array([Phase.IDLE], np.int32))
+        self._known = {SLOT_ID: upload(np.arange(num_slots, dtype=np.int32)), ONE: upload(np.ones(num_slots, np.int32))}
+
+    def of(self, a: Any, slots: Tensor) -> Tensor:
+        """The results [wanted, n] int32 for the slots `slots` [n], PAD_SLOT where there is none."""
+        parts = [self._idle, a.phase]
+        for name in self._named:
+            parts += [self._nobody, self._known[name] if name in self._known else getattr(a, name)]
+        table = direct.reshape(direct.concat(parts, 0), [1 + len(self._named), self._each])
+        found = direct.gather(table, slots + 1, 1)
+        phase, columns = flat(part(found, 0, 1)), part(found, 1, 1 + len(self._named))
+        factors = direct.reshape(direct.gather(self._factors, phase, 1), [self._count, len(self._named), slots.shape[0]])
+        return direct.sum(direct.multiply(factors, direct.unsqueeze(columns, [0])), [1], paddle.int32, False)
+
+
+SLOT_ID, ONE, OTHERS = "slot id", "one", -1
+ANY = 1 << 30
+"""More than any length, position or count."""
+
+
+def of_rows(ends: Tensor, rows: int) -> Tensor:
+    """The sequence of each packed row, the number of sequences where none is; sequences end at `ends` [B]."""
+    return ranges_of(ends, numbers(rows, ends))
+
+
+def beside(nobody: Tensor, *columns: Tensor) -> Tensor:
+    """A table of these columns [B] with what `nobody` [columns, 1] says behind each."""
+    return direct.concat([direct.stack(columns, 0), nobody], 1)
+
+
+class Packing:
+    """What `pack_rows` and `pack_logit_rows` have in common: who has how many rows of either kind, and where they lie."""
+
+    def __init__(self, rows: Any) -> None:
+        num_slots, length = rows.tokens.shape
+        width, place = rows.drafts.shape[1], rows.tokens.place
+        self._drafts = width
+        known, at_token = {"prompt_len": 1, "num_generated": 1}, {SLOT_ID: length}
+        self._sums = Linear(
+            ("kv_len", "draft_len", "prefill_len", "prompt_len", "num_generated", SLOT_ID, ONE),
+            (
+                {DECODE: {"draft_len": 1, ONE: 1}, PREFILL: {"prefill_len": 1, "kv_len": -1}},  # rows wanted
+                {OTHERS: {"kv_len": 1}},  # the position of the first row, of which the following ones have the next
+                {DECODE: at_token | known | {ONE: -1}, PREFILL: at_token | {"kv_len": 1}},  # where its token lies,
+                {DECODE: {SLOT_ID: width, ONE: -1}},  # and, one place in front of it, the first draft
+                {OTHERS: {ONE: 1}},  # by how much each of the three moves with the row
+                {PREFILL: {ONE: 1}},
+                {DECODE: {ONE: 1}},
+                {PREFILL: {ONE: ANY}},  # behind the row that drafts begin with
+                {OTHERS: {SLOT_ID: 1}},
+            ),
+            num_slots,
+            place,
+        )
+        nobody = np.zeros((8, 1), np.int32)
+        nobody[6], nobody[7] = ANY, PAD_SLOT
+        self._nobody = paddle.to_tensor(nobody, place=place)
+
+    def pack(self, a: Any, n: int) -> None:
+        """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
+        num_seqs = a.slot_order.shape[0]
+        sums = self._sums.of(a, a.slot_order)
+        wanted = direct.minimum(flat(part(sums, 0, 1)), a.seq_rows)
+        into(a.seq_len, num_seqs, direct.maximum, wanted, number(0, wanted))
+        ends = paddle.cumsum(a.seq_len, dtype="int32")
+        into(a.seq_start, num_seqs, direct.subtract, ends, a.seq_len)
+        if not n:
+            return
+        firsts, moves = part(sums, 1, 4), part(sums, 4, 7)
+        # what row 0 would have, if the sequence began there
+        begun = direct.subtract(firsts, direct.multiply(moves, direct.unsqueeze(a.seq_start, [0])))
+        behind = direct.add(part(sums, 7, 8), direct.unsqueeze(a.seq_start, [0]))
+        table = direct.concat([direct.concat([begun, moves, behind, part(sums, 8, 9)], 0), self._nobody], 1)
+        sequence, rows = of_rows(ends, n), numbers(n, ends)
+        found = direct.gather(table, sequence, 1)
+        moved = direct.multiply(part(found, 3, 6), direct.unsqueeze(rows, [0]))
+        place = clamp(direct.add(part(found, 1, 3), part(moved, 1, 3)))
+        ids = take(flat(a.tokens), flat(part(place, 0, 1)))
+        if self._drafts:
+            is_draft = direct.less_than(flat(part(found, 6, 7)), rows)
+            ids = direct.where(is_draft, take(flat(a.drafts), flat(part(place, 1, 2))), ids)
+        slot = flat(part(found, 7, 8))
+        put_chosen(a.ids, n, carried(slot), ids, NO_TOKEN)
+        into(a.row_slot, n, direct.gather, flat(part(table, 7, 8)), sequence, 0)
+        into(a.positions, n, direct.add, flat(part(found, 0, 1)), flat(part(moved, 0, 1)))
+
+
 def pack_rows(a: Any, limits: Limits) -> Run:
     """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
     del limits
-
-    def run(n: int) -> None:
-        slots = a.slot_order
-        safe = clamp(slots)
-        phase, kv_len, draft_len, prefill_len, prompt_len, generated = taken(
-            safe, a.phase, a.kv_len, a.draft_len, a.prefill_len, a.prompt_len, a.num_generated
-        )
-        decode = equals(phase, DECODE)
-        wanted = direct.where(decode, draft_len + 1, direct.subtract(prefill_len, kv_len))
-        has_rows = both(carried(slots), either(decode, equals(phase, PREFILL)))
-        put_chosen(a.seq_len, len(slots), has_rows, direct.minimum(wanted, a.seq_rows), 0)
-        valid, sequence, ends = sequences(a.seq_len, max(n, 1))
-        into(a.seq_start, len(slots), direct.subtract, ends, a.seq_len)
-        if not n:
-            return
-        rows, newest = numbers(n, slots), direct.add(prompt_len, generated) - 1
-        slot, phase, newest, shift, start = taken(
-            sequence, safe, phase, newest, direct.subtract(kv_len, a.seq_start), a.seq_start
-        )
-        decoding, position, offset = equals(phase, DECODE), direct.add(rows, shift), direct.subtract(rows, start)
-        ids = entry(a.tokens, slot, direct.where(decoding, newest, position))
-        is_draft = both(decoding, above(offset, 0))
-        put_chosen(a.ids, n, valid, direct.where(is_draft, entry(a.drafts, slot, offset - 1), ids), NO_TOKEN)
-        put_chosen(a.row_slot, n, valid, slot, PAD_SLOT)
-        put_chosen(a.positions, n, valid, position, 0)
-
-    return run
+    packing = Packing(a)
+    return functools.partial(packing.pack, a)
 
 
 def pack_logit_rows(a: Any, limits: Limits) -> Run:
     """Like `pack_rows`, over the rows that need logits."""
     del limits
+    place = a.phase.place
+    known = {"prompt_len": 1, "num_generated": 1}
+    sums = Linear(
+        ("kv_len", "prompt_len", "num_generated", ONE),
+        (
+            {DECODE: {ONE: ANY}},  # all rows need logits
+            {PREFILL: known | {"kv_len": -1}, OTHERS: {ONE: -1}},  # the last one does, if there are so many
+            {OTHERS: {"kv_len": 1, ONE: 1}},
+        ),
+        a.phase.shape[0],
+        place,
+    )
+    nobody = paddle.to_tensor(np.array([[NO_ROW], [0], [0], [PAD_SLOT]], np.int32), place=place)
 
     def run(n: int) -> None:
         slots, seq_len = a.slot_order, a.seq_len
-        safe = clamp(slots)
-        phase, kv_len, prefill_len, prompt_len, generated = taken(
-            safe, a.phase, a.kv_len, a.prefill_len, a.prompt_len, a.num_generated
-        )
-        completes = both(direct.equal(direct.add(kv_len, seq_len), prefill_len), above(seq_len, 0))
-        last = both(both(completes, equals(phase, PREFILL)), direct.equal(prefill_len, direct.add(prompt_len, generated)))
-        put_chosen(a.logit_len, len(slots), carried(slots), direct.where(equals(phase, DECODE), seq_len, as_int(last)), 0)
-        valid, sequence, ends = sequences(a.logit_len, max(n, 1))
+        found = sums.of(a, slots)
+        # What a prefill has left to know is never less than its rows: it is complete, and fresh, where both are the same.
+        completes = as_int(direct.equal(flat(part(found, 1, 2)), seq_len))
+        most = direct.maximum(flat(part(found, 0, 1)), completes)
+        into(a.logit_len, len(slots), direct.minimum, seq_len, most)
+        ends = paddle.cumsum(a.logit_len, dtype="int32")
         into(a.logit_start, len(slots), direct.subtract, ends, a.logit_len)
         if not n:
             return
         # From a logit row to its row within the sequence: a prefill's single one is the last.
-        shift = direct.subtract(direct.subtract(seq_len, a.logit_len), a.logit_start)
-        slot, row, position = taken(sequence, safe, direct.add(a.seq_start, shift), direct.add(kv_len, shift))
-        counted = numbers(n + 1, slots)
-        put_chosen(a.logit_row, n, valid, direct.add(row, part(counted, 0, n)), NO_ROW)
-        put_chosen(a.logit_slot, n, valid, slot, PAD_SLOT)
-        put_chosen(a.logit_position, n, valid, direct.add(position, part(counted, 1, n + 1)), 0)
+        shift = direct.subtract(seq_len, ends)
+        row, position = direct.add(a.seq_start, shift), direct.add(flat(part(found, 2, 3)), shift)
+        table = beside(nobody, row, position, constant(1, slots), slots)
+        sequence, rows = of_rows(ends, n), numbers(n, slots)
+        of = direct.gather(table, sequence, 1)
+        moved = direct.multiply(flat(part(of, 2, 3)), rows)
+        into(a.logit_row, n, direct.add, flat(part(of, 0, 1)), moved)
+        into(a.logit_position, n, direct.add, flat(part(of, 1, 2)), moved)
+        into(a.logit_slot, n, direct.gather, flat(part(table, 3, 4)), sequence, 0)
 
     return run
 
@@ -336,15 +431,31 @@ def begin_draft(a: Any, n: int) -> None:
     put_chosen(a.draft_budget, n, active, budget, 0)
 
 
-def advance_draft(a: Any, n: int) -> None:
+def advance_draft(a: Any, limits: Limits) -> Run:
     """File what was chosen, then retire what is done."""
-    slots, chosen = part(a.draft_slot, 0, n), part(a.chosen, 0, n)
-    filed = carried(direct.minimum(slots, chosen))
-    file_by_slot(slots, filed, (Column(a.drafts, a.pass_index), chosen, None), (a.draft_len, a.pass_index + 1, None))
-    goes_on = both(filed, above(part(a.draft_budget, 0, n), a.pass_index + 1))
-    in_place(direct.add_, part(a.draft_position, 0, n), as_int(goes_on))
-    put_chosen(a.next_ids, n, goes_on, chosen, NO_TOKEN)
-    put_chosen(a.draft_slot, n, goes_on, slots, PAD_SLOT)
+    del limits
+    (num_slots, width), index = a.drafts.shape, a.pass_index
+    nowhere = num_slots * width
+    nothing = paddle.full([nowhere + 1], NO_TOKEN - 1, "int32")  # of places that no choice is filed to
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        slots, chosen = part(a.draft_slot, 0, n), part(a.chosen, 0, n)
+        filed = carried(direct.minimum(slots, chosen))
+        place = choose(filed, direct.scale(slots, width, index, True), nowhere)
+        drafts = direct.reshape(
+            part(direct.put_along_axis(nothing, place, chosen, 0, "assign", True), 0, nowhere), [num_slots, width]
+        )
+        is_new = carried(drafts)
+        into(a.drafts, num_slots, direct.where, is_new, drafts, a.drafts)
+        write_where(a.draft_len, direct.any(is_new, [1], False), index + 1)
+        goes_on = both(filed, above(part(a.draft_budget, 0, n), index + 1))
+        in_place(direct.add_, part(a.draft_position, 0, n), as_int(goes_on))
+        put_chosen(a.next_ids, n, goes_on, chosen, NO_TOKEN)
+        put_chosen(a.draft_slot, n, goes_on, slots, PAD_SLOT)
+
+    return run
 
 
 def draft_ngram(a: Any, n: int) -> None:
@@ -415,10 +526,11 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 
 KERNELS: dict[str, Kernel] = {
-    **{function.__name__: function for function in (scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output)},
+    **{function.__name__: function for function in (
+        scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output, advance_draft,
+    )},
     **{function.__name__: plain(function) for function in (
-        reserve_blocks, force_choices, verify_match, pack_draft_rows, begin_draft, advance_draft, draft_ngram, align_drafts,
-        splice_drafts,
+        reserve_blocks, force_choices, verify_match, pack_draft_rows, begin_draft, draft_ngram, align_drafts, splice_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

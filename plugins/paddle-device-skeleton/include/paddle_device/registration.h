@@ -8,6 +8,7 @@
 #include "paddle/phi/backends/custom/custom_context.h"
 #include "paddle/phi/core/custom_kernel.h"
 #include "paddle/phi/core/kernel_factory.h"
+#include "paddle/phi/core/kernel_registry.h"
 #include "paddle_device/operations.h"
 
 namespace paddle_device {
@@ -53,6 +54,15 @@ inline void register_kernel(const char* device_type, const char* operation, phi:
   move_here(kernel.mutable_args_def()->output_defs());
   phi::CustomKernelMap::Instance().RegisterCustomKernel(
       operation, phi::KernelKey(backend, phi::DataLayout::ALL_LAYOUT, dtype), kernel);
+}
+
+// Register `launch` for an operation that the CPU has no kernel of, whose function there would be of the type `OnCpu`.
+template <typename OnCpu>
+void register_new_kernel(const char* device_type, const char* operation, phi::DataType dtype, void* launch) {
+  const phi::KernelKey key(phi::TransToPhiBackend(phi::CustomPlace(device_type, 0)), phi::DataLayout::ALL_LAYOUT, dtype);
+  phi::Kernel kernel(nullptr, launch);
+  phi::KernelArgsParseFunctor<OnCpu>::Parse(key, kernel.mutable_args_def());
+  phi::CustomKernelMap::Instance().RegisterCustomKernel(operation, key, kernel);
 }
 
 // Every kernel of the device; the device's source of kernels has it, and InitPlugin calls it.

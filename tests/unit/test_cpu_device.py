@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -25,10 +26,12 @@ from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
+from polydraft.contracts.packing import PACKINGS, pack
 from polydraft.errors import ContractError, DeviceError, PluginError
 from polydraft.instruments.timeline import DEVICE
 from polydraft.instruments.trace import Trace
 from polydraft.plugins.default_backend import EVERYWHERE, default_backend, unusable
+from polydraft.plugins.kernel_table import DeviceWorkspace
 from polydraft.reference.provider import plain
 from polydraft_cpu import library
 from polydraft_cpu.graph import CpuCapture
@@ -337,6 +340,36 @@ def test_a_launch_of_a_kernel_in_python_does_not_wait():
     go.set()
     event.synchronize()
     assert (x.host_array == 1).all()
+    device.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("captured", [False, True])
+def test_who_waits_helps_again_after_a_launch_that_it_could_not_help_with(captured: bool):
+    """A kernel that takes longer than the patience of who waits comes first. Rows are rounded in the memory of the thread that
+    has the part, eight at a time, and the second thread is the one that waits."""
+    device, x, y, _ = adding("cpu?threads=2")
+    pause = python_kernel(device, x, y, lambda a, n: time.sleep(0.005))
+    table = CpuTable(device)
+    weight = table.prepare_weight("linear", pack(np.ones((1024, 512), np.float32), PACKINGS["fp8-channel-a8"]), "f32")
+    rows, out = loaded(device, "in", np.ones((64, 512))), device.empty("out", (64, 1024), "f32")
+    args, provider = LinearV1(x=rows, weight=weight, bias=None, out=out), table.providers["linear"]
+    nbytes = provider.workspace_bytes(args, LIMITS)
+    memory = device.empty("workspace", (nbytes,), "u8")
+    launch, theirs = provider.bind(args, LIMITS, DeviceWorkspace(memory, nbytes)), memory.host_array[8 * 512 * 4 :]
+
+    def step() -> None:
+        pause(4)
+        for _ in range(20):
+            launch(device.stream, 64)
+
+    run = CpuCapture(device).capture(device.stream, step) if captured else None
+    for _ in range(100):  # on a busy machine it may come too late
+        step() if run is None else run.replay(device.stream)
+        device.synchronize()
+        if theirs.any():
+            break
+    assert theirs.any()
     device.close()
 
 

@@ -90,7 +90,7 @@ void Team::help(int64_t thread) {
   using clock = std::chrono::steady_clock;
   if (pinned_) pin(thread);
   while (!stopping_.load(std::memory_order_acquire)) {
-    const uint32_t seen = calls_.load(std::memory_order_seq_cst);
+    const uint32_t seen = calls();
     for (auto until = clock::now() + SPIN; clock::now() < until;) {
       for (int i = 0; i < 64; i++) {
         if (claim(thread)) until = clock::now() + SPIN;
@@ -104,7 +104,7 @@ void Team::help(int64_t thread) {
 void Team::sleep(uint32_t seen) {
   std::unique_lock<std::mutex> hold(mutex_);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  wake_.wait(hold, [&] { return calls_.load(std::memory_order_seq_cst) != seen; });
+  wake_.wait(hold, [&] { return calls() != seen; });
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 

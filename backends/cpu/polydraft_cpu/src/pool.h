@@ -33,8 +33,11 @@ class Team {
   int64_t size() const { return threads_; }
   // Whether there are helpers: not after `stop`, and not in a forked child, which has none of its parent's threads.
   bool usable() const;
-  // Call the helpers: parts will come soon.
+  // Call who helps: parts will come soon.
   void wake();
+  // How often that was done, and sleep until it is done again: for guests, as for helpers.
+  uint32_t calls() const { return calls_.load(std::memory_order_seq_cst); }
+  void sleep(uint32_t seen);
   // Run a job; returns when all its parts have ended. `parts` is at most 65535.
   void run(Part part, const void* job, int64_t parts);
   // Do one part of the job in progress; whether there was one.
@@ -46,7 +49,6 @@ class Team {
  private:
   void start();
   void help(int64_t thread);
-  void sleep(uint32_t seen);
 
   const int64_t threads_, helpers_wanted_;
   const bool pinned_;

@@ -61,6 +61,7 @@ void Queue::serve() {
     perform_(owner_, ring_[head % ROOM]);
     head_.store(++head, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) continue;
+    team_.wake();
     std::lock_guard<std::mutex> hold(mutex_);
     done_.notify_all();
   }
@@ -85,6 +86,7 @@ void Queue::wait(int64_t number) {
   const bool helps = team_.size() > 1 && !helped_.exchange(true, std::memory_order_acquire);
   const auto patience = helps ? SPIN : GLANCE;
   auto until = clock::now() + patience;
+  uint32_t seen = team_.calls();
   for (int64_t looks = 1; !reached(number); looks++) {
     if (helps && team_.claim(team_.size() - 1)) {
       until = clock::now() + patience;
@@ -92,9 +94,16 @@ void Queue::wait(int64_t number) {
     }
     relax();
     if (looks % 64 != 0 || clock::now() < until) continue;
-    std::unique_lock<std::mutex> hold(mutex_);
     waiting_.fetch_add(1, std::memory_order_seq_cst);
-    done_.wait(hold, [&] { return int64_t(head_.load(std::memory_order_seq_cst)) >= number; });
+    const auto over = [&] { return int64_t(head_.load(std::memory_order_seq_cst)) >= number; };
+    if (helps) {  // until there is something to claim again, however long the parts of others take
+      if (!over()) team_.sleep(seen);
+      seen = team_.calls();
+      until = clock::now() + patience;
+    } else {
+      std::unique_lock<std::mutex> hold(mutex_);
+      done_.wait(hold, over);
+    }
     waiting_.fetch_sub(1, std::memory_order_seq_cst);
   }
   if (helps) helped_.store(false, std::memory_order_release);

@@ -99,11 +99,14 @@ void call_host(const void* args, const Call& call) {
 void run(Context& context, const Launch* launches, int64_t count) {
   Team& team = context.team;
   const bool shared = team.usable() && std::any_of(launches, launches + count, worth);
-  if (shared) team.wake();
   for (const Launch* l = launches; l != launches + count && !context.failed; l++) {
     const int64_t start = context.timing ? now_ns() : 0;
-    if (shared && worth(*l)) team.run(run_part, l, team.size() * PARTS);
-    else run_part(l, 0, 1, 0);
+    if (shared && worth(*l)) {
+      team.wake();
+      team.run(run_part, l, team.size() * PARTS);
+    } else {
+      run_part(l, 0, 1, 0);
+    }
     if (context.timing) context.spans.push_back({context.queue.current(), l->n, start, now_ns(), l->op->kernel->name});
   }
 }

@@ -19,7 +19,10 @@ COUNT = """
 import json, sys
 from polydraft import LLM, SamplingParams
 import polydraft_paddle_emu as emu
-model, device = sys.argv[1:]
+from polydraft_paddle import fused
+model, device, *without = sys.argv[1:]
+for operation in without:
+    del fused.TRIALS[operation]
 llm = LLM(backend="paddle", device=device, model=model, draft_tokens=3, max_num_seqs=1, max_model_len=64, graph="off", overlap=0)
 
 def run(tokens):
@@ -36,17 +39,50 @@ llm.engine.close()
 
 @needs_device
 @pytest.mark.parametrize(
-    ("device", "most"),
+    ("device", "without", "most"),
     [
-        ("polyemu:0", 1003),
-        deep(("polyemu:0?ops=xpu3", 1117)),  # whose list has no norm of a sum, and no product with a bias that writes to a buffer
+        ("polyemu:0", (), 970),
+        deep(("polyemu:0", ("attend",), 1079)),  # as on a place that has no operation for attention
+        deep(("polyemu:0?ops=xpu3", (), 1084)),  # whose list has no norm of a sum, and no product with a bias into a buffer
     ],
 )
-def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: str, most: int):
+def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: str, without: tuple[str, ...], most: int):
     """6,784 before kernels wrote where results belong and rows were laid out once a pass, 2,031 before heads were turned by one
     gather and state was computed slot by slot, 1,371 before rotation, attention and the norm of a sum were one operation each."""
     shape = {"num_hidden_layers": BLOCKS, "num_attention_heads": 8}
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
-    run = script(COUNT, str(model), device)
+    run = script(COUNT, str(model), device, *without)
     assert run.returncode == 0, run.stderr[-2000:]
     assert 800 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)
+
+
+PLAIN = """
+import json
+from polydraft_paddle import fused
+for name in set(fused.TRIALS) - {"norm"}:
+    del fused.TRIALS[name]
+from polydraft.backend import DeviceOptions
+from polydraft.conformance.harness import check_kernel
+from polydraft.contracts import COMPOSITES, REGISTRY
+from polydraft.contracts.inputs import default_cases
+from polydraft_paddle import open_place, polydraft_init_forward_meta as init_meta
+from polydraft_paddle.table import PaddleTable
+device = open_place("polyemu:0", DeviceOptions())
+table, wrong, count = PaddleTable(device), [], 0
+fused_ones = "rope_kv_write paged_attention rms_norm residual_add+rms_norm swiglu linear argmax combine_draft_inputs"
+for name in fused_ones.split():
+    kernel = COMPOSITES.get(name) or REGISTRY[name]
+    for case in default_cases(kernel, 1):
+        outcome, count = check_kernel(kernel, case, device, table, init_meta=init_meta), count + 1
+        wrong += [] if outcome.ok else [outcome.describe()]
+print(json.dumps([count, wrong]))
+"""
+
+
+@needs_device
+def test_what_a_place_has_not_in_one_operation_is_done_with_several():
+    run = script(PLAIN)
+    assert run.returncode == 0, run.stderr[-2000:]
+    count, wrong = json.loads(run.stdout)
+    assert count > 80
+    assert wrong == []

@@ -92,10 +92,15 @@ _MULTIPLES: dict[tuple[int, int, Any], Tensor] = {}
 
 def constant(value: float, like: Tensor, dtype: str | None = None) -> Tensor:
     """A tensor of the shape and place of `like`, in `dtype` or its own, filled with `value`; not to be written to."""
-    key = value, tuple(like.shape), dtype or like.dtype, like.place
+    return full(like.shape, value, like, dtype)
+
+
+def full(shape: list[int], value: float, like: Tensor, dtype: str | None = None) -> Tensor:
+    """The same in another shape."""
+    key = value, tuple(shape), dtype or like.dtype, like.place
     found = _CONSTANTS.get(key)
     if found is None:
-        found = paddle.full_like(like, value, dtype)
+        found = paddle.full(shape, value, key[2])
         if math.prod(key[1]) <= KEPT:
             _CONSTANTS[key] = found
     return found

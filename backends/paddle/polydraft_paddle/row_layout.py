@@ -12,7 +12,21 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polydraft_paddle.cache import CacheRows
-from polydraft_paddle.ops import KEPT, Tensor, both, carried, choose, clamp, constant, direct, multiples, number, numbers, take
+from polydraft_paddle.ops import (
+    KEPT,
+    Tensor,
+    both,
+    carried,
+    choose,
+    clamp,
+    constant,
+    direct,
+    full,
+    multiples,
+    number,
+    numbers,
+    take,
+)  # fmt: skip
 
 MOST_GATHERED = 1 << 28
 """Bytes of keys and values that are copied at a time."""
@@ -188,8 +202,7 @@ class RowLayout:
         if key not in self._found:
             pieces = direct.add(direct.unsqueeze(self._destination(cache), [1]), direct.reshape(cache.pieces, [1, -1]))
             if others:
-                nowhere = direct.unsqueeze(constant(cache.nowhere, self._slots), [1]).expand([pieces.shape[0], others])
-                pieces = direct.concat([nowhere, pieces], 1)
+                pieces = direct.concat([full([pieces.shape[0], others], cache.nowhere, pieces), pieces], 1)
             self._found[key] = direct.reshape(pieces, [-1, 1]).expand([pieces.size, width])
         found: Tensor = self._found[key]
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from polydraft_paddle.ops import (
     constant,
     direct,
     either,
-    entry,
     equals,
     flat,
     in_place,
@@ -112,8 +112,8 @@ def sequences(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Linear:
-    """Sums of slot columns, with factors that depend on the phase, for sequences whose slots are looked up: as many as wanted by
-    one gather, one product and one sum. A sequence without a slot has the factors of phase IDLE, and 0 in every column.
+    """Sums of slot columns, with factors that depend on the phase, for slots or for sequences whose slots are looked up: as many
+    as wanted by one gather, one product and one sum. A sequence without a slot has the factors of phase IDLE, and 0 everywhere.
 
     `columns`: names of the columns that are added; `SLOT_ID` is the slot's number, `ONE` is 1. `wanted`: for each result the
     factor of each column, by phase (`OTHERS`: in all that are not named)."""
@@ -137,11 +137,20 @@ class Linear:
         """The results [wanted, n] int32 for the slots `slots` [n], PAD_SLOT where there is none."""
         parts = [self._idle, a.phase]
         for name in self._named:
-            parts += [self._nobody, self._known[name] if name in self._known else getattr(a, name)]
+            parts += [self._nobody, self._column(a, name)]
         table = direct.reshape(direct.concat(parts, 0), [1 + len(self._named), self._each])
         found = direct.gather(table, slots + 1, 1)
-        phase, columns = flat(part(found, 0, 1)), part(found, 1, 1 + len(self._named))
-        factors = direct.reshape(direct.gather(self._factors, phase, 1), [self._count, len(self._named), slots.shape[0]])
+        return self._sums(flat(part(found, 0, 1)), part(found, 1, 1 + len(self._named)))
+
+    def by_slot(self, a: Any, phase: Tensor) -> Tensor:
+        """The results [wanted, B] int32 for every slot, by the phase that is given."""
+        return self._sums(phase, direct.stack([self._column(a, name) for name in self._named], 0))
+
+    def _column(self, a: Any, name: str) -> Tensor:
+        return self._known[name] if name in self._known else getattr(a, name)
+
+    def _sums(self, phase: Tensor, columns: Tensor) -> Tensor:
+        factors = direct.reshape(direct.gather(self._factors, phase, 1), [self._count, len(self._named), phase.shape[0]])
         return direct.sum(direct.multiply(factors, direct.unsqueeze(columns, [0])), [1], paddle.int32, False)
 
 
@@ -307,75 +316,97 @@ class Ends:
     the places from its own on, and 1 more where there is no token; 0 where the window goes on."""
 
     def __init__(self, width: int, place: Any) -> None:
-        codes = np.arange(2 * width + 2, dtype=np.int32)
+        codes = np.arange(2 * width + 2)
         at = width - codes // 2
-        tables = 2 * np.arange(width, 0, -1), at + 1 - codes % 2, np.where(codes % 2, int(Finish.ERROR), int(Finish.STOP))
-        self._codes, self._emitted, self._reasons = (paddle.to_tensor(table.astype(np.int32), place=place) for table in tables)
+        tables = at + 1 - codes % 2, at + 1, np.where(codes % 2, int(Finish.ERROR), int(Finish.STOP))
+        upload = functools.partial(paddle.to_tensor, place=place)
+        self._codes = upload((2 * np.arange(width, 0, -1)).astype(np.int32))
+        self._of_code = upload(np.stack(tables).astype(np.int32))
 
-    def of(self, window: Tensor, limit: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of windows [B, W] with `limit` [B] tokens each and stop tokens [B, S]: whether a token ends it, how many tokens count
-        then, and why (`Finish`); [B]."""
+    def of(self, window: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of windows [B, W] with stop tokens [B, S]: how many tokens count and how many were looked at, if one ends it, and why
+        (`Finish`); [B]. Both numbers are greater than W where none does."""
         stops = direct.any(direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])), [2], False)
         nothing = equals(window, NO_TOKEN)
-        inside = direct.less_than(direct.unsqueeze(numbers(window.shape[1], window), [0]), direct.unsqueeze(limit, [1]))
         codes = direct.add(as_int(nothing), self._codes)
-        code = direct.max(masked(codes, both(either(stops, nothing), inside)), [1], False)
-        return above(code, 0), take(self._emitted, code), take(self._reasons, code)
+        found = direct.gather(self._of_code, direct.max(masked(codes, either(stops, nothing)), [1], False), 1)
+        emitted, looked_at, why = (flat(part(found, i, i + 1)) for i in range(3))
+        return emitted, looked_at, why
 
 
 def commit_window(a: Any, limits: Limits) -> Run:
     """Slot by slot, whose sequence is looked for: find where the window ends, file the tokens before it, move length and
     phase."""
     del limits
-    (num_slots, room), width = a.tokens.shape, a.window.shape[1]
-    ends = Ends(width, a.tokens.place)
+    (num_slots, room), width, num_seqs = a.tokens.shape, a.window.shape[1], a.slot_order.shape[0]
+    place = a.tokens.place
+    ends = Ends(width, place)
+    known = {"prompt_len": 1, "num_generated": 1}
+    sums = Linear(
+        ("prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "seq_len", SLOT_ID, ONE),
+        (
+            {PREFILL: {"kv_len": 1, "seq_len": 1}, OTHERS: {"kv_len": 1}},  # rows of prompts are committed whatever follows
+            {PREFILL: {"prefill_len": 1, "kv_len": -1, "seq_len": -1}, DECODE: {}, OTHERS: {ONE: 1}},  # rows to go
+            {phase: {"max_total": 1, "prompt_len": -1, "num_generated": -1} for phase in (PREFILL, DECODE)} | {OTHERS: {ONE: 1}},
+            {phase: known | {SLOT_ID: room} for phase in (PREFILL, DECODE)} | {OTHERS: {SLOT_ID: room, ONE: 1}},
+            {DECODE: {ONE: 1}},
+        ),
+        num_slots,
+        place,
+    )
+    nobody, nothing = (paddle.to_tensor(np.zeros(shape, np.int32), place=place) for shape in ((2, 1), (1,)))
+    after = paddle.to_tensor(np.array([DECODE if f == Finish.NONE else FINISHED for f in Finish], np.int32), place=place)
+    end, start = num_seqs, numbers(num_slots + 1, a.phase)
+    nowhere = constant(end, start)
 
     def run(n: int) -> None:
         if not n:
             return
-        key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), PAD_SLOT)
-        ran, row = owners(key, num_slots)
-        seq_len, size = taken(row, a.seq_len, a.window_len)
-        window, phase = take(a.window, row), choose(ran, a.phase, int(Phase.IDLE))
-        decode, prefill = equals(phase, DECODE), equals(phase, PREFILL)
-        kv_len = direct.add(a.kv_len, masked(seq_len, prefill))
-        committed = either(decode, both(prefill, direct.equal(kv_len, a.prefill_len)))
-        known = direct.add(a.prompt_len, a.num_generated)
-        size, left = masked(size, committed), direct.subtract(a.max_total, known)
-        limit = direct.minimum(size, left)
-        stopped, until, why = ends.of(window, limit, a.stop_tokens)
-        emitted = masked(direct.where(stopped, until, limit), committed)
-        full = both(direct.equal(limit, left), above(size, 0))
-        reason = direct.where(stopped, why, choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE)))
-        ended = both(committed, above(reason, int(Finish.NONE)))
+        key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), num_slots)
+        row = part(direct.put_along_axis(nowhere, key, numbers(n, key), 0, "assign", True), 0, num_slots)
+        rows, size = (
+            flat(part(t, i, i + 1)) for t in (direct.gather(beside(nobody, a.seq_len, a.window_len), row, 1),) for i in (0, 1)
+        )
+        window = take(a.window, direct.minimum(row, number(end - 1, row)))
+        phase = choose(above(rows, 0), a.phase, int(Phase.IDLE))
+        found = sums.by_slot(SimpleNamespace(**vars(a) | {"seq_len": rows}), phase)
+        kv_len, to_go, left, begin, decode = (flat(part(found, i, i + 1)) for i in range(5))
+        committed = equals(to_go, 0)
+        limit = masked(direct.minimum(size, left), committed)
+        until, looked_at, why = ends.of(window, a.stop_tokens)
+        emitted = direct.minimum(until, limit)
+        full = direct.equal(emitted, left)
+        reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
+        reason = direct.where(direct.less_equal(looked_at, limit), why, reason)
+        verified = direct.multiply(emitted, decode)
 
-        _append(known, emitted, window)
+        _append(begin, emitted, window)
         in_place(direct.add_, a.num_generated, emitted)
-        into(a.kv_len, num_slots, direct.add, kv_len, masked(emitted, decode))
-        write_where(a.phase, committed, choose(ended, constant(FINISHED, phase), DECODE))
-        write_where(a.finish, ended, reason)
+        into(a.kv_len, num_slots, direct.add, kv_len, verified)
+        write_where(a.phase, committed, take(after, reason))
+        into(a.finish, num_slots, direct.maximum, a.finish, reason)
 
-        running, slots = carried(key), clamp(key)
-        put_chosen(a.out_len, n, running, take(emitted, slots), 0)
-        emitted = part(a.out_len, 0, n)
-        columns = direct.unsqueeze(numbers(width, slots), [0])
-        put_chosen(a.out_tokens, n, direct.less_than(columns, direct.unsqueeze(emitted, [1])), part(a.window, 0, n), NO_TOKEN)
-        accepted = direct.minimum(part(a.accepted, 0, n), emitted)
-        put_chosen(a.out_accepted, n, both(running, take(decode, slots)), accepted, 0)
+        of = direct.concat([emitted, nothing, verified, nothing], 0)
+        into(a.out_len, n, direct.gather, part(of, 0, num_slots + 1), key, 0)
+        columns = direct.less_than(direct.unsqueeze(numbers(width, key), [0]), direct.unsqueeze(part(a.out_len, 0, n), [1]))
+        put_chosen(a.out_tokens, n, columns, part(a.window, 0, n), NO_TOKEN)
+        verified = take(part(of, num_slots + 1, 2 * num_slots + 2), key)
+        into(a.out_accepted, n, direct.minimum, part(a.accepted, 0, n), verified)
 
-    def _append(known: Tensor, emitted: Tensor, window: Tensor) -> None:
-        """Write the first `emitted` [B] tokens of `window` [B, W] behind the `known` [B] of each slot. The others rewrite what
-        lies in front, so that no place is written with different tokens."""
-        here, following = (direct.unsqueeze(part(numbers(width + 1, known), i, i + width), [0]) for i in (0, 1))
+    def _append(begin: Tensor, emitted: Tensor, window: Tensor) -> None:
+        """Write the first `emitted` [B] tokens of `window` [B, W] from place `begin` [B] of all tokens on. The others rewrite the
+        token in front, so that no place is written with different tokens."""
+        here = direct.unsqueeze(numbers(width, begin), [0])
         kept = direct.less_than(here, direct.unsqueeze(emitted, [1]))
-        in_front = direct.subtract(direct.unsqueeze(direct.add(known, emitted), [1]), following)
-        place = direct.where(kept, direct.add(direct.unsqueeze(known, [1]), here), within(in_front, room))
-        place = direct.reshape(direct.add(place, direct.unsqueeze(multiples(num_slots, room, known), [1])), [-1])
+        moved = direct.where(kept, spread, in_front)
+        place = direct.reshape(direct.add(direct.unsqueeze(begin, [1]), moved), [-1])
         tokens = flat(a.tokens)
         old = direct.reshape(take(tokens, place), [num_slots, width])
         written = direct.reshape(direct.where(kept, window, old), [-1])
         in_place(direct.put_along_axis_, tokens, place, written, 0, "assign", True)
 
+    spread = paddle.to_tensor(np.tile(np.arange(width, dtype=np.int32), (num_slots, 1)), place=place)
+    in_front = constant(-1, spread)
     return run
 
 
@@ -402,33 +433,57 @@ def snapshot_output(a: Any, limits: Limits) -> Run:
     return run
 
 
-def pack_draft_rows(a: Any, n: int) -> None:
+def pack_draft_rows(a: Any, limits: Limits) -> Run:
     """Shift the rows by one token; what is not known by then drops out."""
-    row_slot, following = part(a.row_slot, 0, n), part(a.positions, 0, n) + 1
-    safe = clamp(row_slot)
-    phase, prompt_len, generated = taken(safe, a.phase, a.prompt_len, a.num_generated)
-    running = either(equals(phase, PREFILL), equals(phase, DECODE))
-    keep = both(both(carried(row_slot), running), direct.less_than(following, direct.add(prompt_len, generated)))
-    put_chosen(a.draft_ids, n, keep, entry(a.tokens, safe, following), NO_TOKEN)
-    put_chosen(a.draft_row_slot, n, keep, row_slot, PAD_SLOT)
-
-
-def begin_draft(a: Any, n: int) -> None:
-    """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
-    ran = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), PAD_SLOT)
-    emptied = named(ran, a.draft_len.shape[0])
-    write_where(a.draft_len, emptied, 0)
-    if a.drafts.shape[1]:
-        write_where(a.drafts, emptied, NO_TOKEN)
-    phase, max_total, prompt_len, generated, kv_len = taken(
-        clamp(ran), a.phase, a.max_total, a.prompt_len, a.num_generated, a.kv_len
+    del limits
+    num_slots, length = a.tokens.shape
+    last = {"prompt_len": 1, "num_generated": 1, ONE: -1}
+    sums = Linear(
+        ("prompt_len", "num_generated", SLOT_ID, ONE),
+        ({PREFILL: last, DECODE: last, OTHERS: {ONE: -ANY}}, {OTHERS: {SLOT_ID: length, ONE: 1}}),
+        num_slots,
+        a.tokens.place,
     )
-    left = direct.subtract(direct.subtract(max_total, prompt_len), generated) - 1
-    budget = direct.minimum(left, number(a.num_drafts, left))
-    active = both(both(carried(ran), equals(phase, DECODE)), above(budget, 0))
-    put_chosen(a.draft_slot, n, active, ran, PAD_SLOT)
-    put_chosen(a.draft_position, n, active, kv_len - 1, 0)
-    put_chosen(a.draft_budget, n, active, budget, 0)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        row_slot, positions = part(a.row_slot, 0, n), part(a.positions, 0, n)
+        found = sums.of(a, row_slot)
+        keep = both(direct.less_than(positions, flat(part(found, 0, 1))), carried(row_slot))
+        following = within(direct.add(positions, flat(part(found, 1, 2))), num_slots * length)
+        put_chosen(a.draft_ids, n, keep, take(flat(a.tokens), following), NO_TOKEN)
+        put_chosen(a.draft_row_slot, n, keep, row_slot, PAD_SLOT)
+
+    return run
+
+
+def begin_draft(a: Any, limits: Limits) -> Run:
+    """Empty the drafts of slots that had rows; say who drafts, from where and how far."""
+    del limits
+    sums = Linear(
+        ("max_total", "prompt_len", "num_generated", "kv_len", ONE),
+        ({DECODE: {"max_total": 1, "prompt_len": -1, "num_generated": -1, ONE: -1}}, {OTHERS: {"kv_len": 1, ONE: -1}}),
+        a.phase.shape[0],
+        a.phase.place,
+    )
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        ran = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), PAD_SLOT)
+        emptied = named(ran, a.draft_len.shape[0])
+        write_where(a.draft_len, emptied, 0)
+        if a.drafts.shape[1]:
+            write_where(a.drafts, emptied, NO_TOKEN)
+        found = sums.of(a, ran)
+        budget = direct.minimum(flat(part(found, 0, 1)), number(a.num_drafts, ran))
+        active = above(budget, 0)
+        put_chosen(a.draft_slot, n, active, ran, PAD_SLOT)
+        put_chosen(a.draft_position, n, active, flat(part(found, 1, 2)), 0)
+        into(a.draft_budget, n, direct.maximum, budget, number(0, budget))
+
+    return run
 
 
 def advance_draft(a: Any, limits: Limits) -> Run:
@@ -527,10 +582,10 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 KERNELS: dict[str, Kernel] = {
     **{function.__name__: function for function in (
-        scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output, advance_draft,
+        scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft,
     )},
     **{function.__name__: plain(function) for function in (
-        reserve_blocks, force_choices, verify_match, pack_draft_rows, begin_draft, draft_ngram, align_drafts, splice_drafts,
+        reserve_blocks, force_choices, verify_match, draft_ngram, align_drafts, splice_drafts,
     )},
 }  # fmt: skip
 """Contract name to kernel."""

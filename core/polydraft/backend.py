@@ -247,11 +247,12 @@ class Collectives:
     """What `polydraft_collectives` returns: providers and versions of one rank, by contract of `COLLECTIVES`.
 
     `program_pass`: over programs with collectives, in the place of the one that the backend's kernel table brings; None: that one
-    sees them, too."""
+    sees them, too. `nbytes`: of device memory that they take once they are bound, which is then left for them."""
 
     providers: Mapping[str, Provider]
     versions: Mapping[str, int]
     program_pass: ProgramPass | None = None
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

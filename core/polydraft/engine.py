@@ -232,9 +232,10 @@ class Engine:
         )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
-        self.table = self.plugins.kernels(self.device)
+        self.table, meeting = self.plugins.kernels(self.device), 0
         if self.group is not None:
-            self.table = self.table.with_collectives(self.plugins.collectives(self.device, self.group), self.info.name)
+            collectives = self.plugins.collectives(self.device, self.group)
+            self.table, meeting = self.table.with_collectives(collectives, self.info.name), collectives.nbytes
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all. Of
@@ -267,13 +268,12 @@ class Engine:
         self.weights_digest = self._told(digested)
         """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
         if brought is not None:
-            same = bool if self.group is None else self.group.exchange.everywhere
-            brought = brought.sharing(self.model, self._of_rank(weights), same)
+            brought = brought.sharing(self.model, self._of_rank(weights), self._everywhere)
         self._draft_weights = brought
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
         bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
-        check_fits(self.device, self.resolved)
+        check_fits(self.device, self.resolved, meeting)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
             rungs=self.draft_policy.rungs, kv=self.resolved.kv, accept_schedule=self.resolved.accept_schedule,
@@ -292,7 +292,7 @@ class Engine:
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
-            self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable)
+            self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable, self._everywhere)
         self._build_host()
         if self.group is not None:
             self.group.exchange.meet(1)
@@ -379,6 +379,10 @@ class Engine:
         if rank is None:
             self.packing_errors = packed.errors
         return packed, digested
+
+    def _everywhere(self, so: bool) -> bool:
+        """Whether something is so on all ranks, which all ask this."""
+        return so if self.group is None else self.group.exchange.everywhere(so)
 
     @property
     def _own_rank(self) -> int:

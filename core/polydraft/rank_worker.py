@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import mmap
 import os
 import queue
 import signal
@@ -48,9 +47,8 @@ def main() -> int:
     pipe = FileIO(0, closefd=False)  # not `sys.stdin`, which is buffered (`read_message`)
     start = json.loads(read_message(pipe))
     rank, size = start["rank"], start["size"]
-    memory = mmap.mmap(start["memory"], 0)
+    exchange = Exchange.over(start["memory"], rank, size, start["capacity"], math.inf)
     os.close(start["memory"])
-    exchange = Exchange(memory, rank, size, start["capacity"], math.inf)
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=deliver, args=(pipe, inbox, exchange), name="messages", daemon=True).start()
     engine: Engine | None = None

@@ -3,18 +3,21 @@ collective; nothing hangs and no text is wrong in silence."""
 
 from __future__ import annotations
 
+import errno
 import json
-import mmap
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams, child_process, reference
@@ -22,11 +25,13 @@ from polydraft.backend import Collectives
 from polydraft.conformance.rank_faults import computed, own_choice
 from polydraft.conformance.target import wrap
 from polydraft.errors import CapabilityError, ConfigError, DeviceError
-from polydraft.host.followers import WORKER, ProcessChannel
+from polydraft.host.followers import SHARED, WORKER, ProcessChannel
 from polydraft.instruments.base import Instrument
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan_bytes import PlanReader
-from polydraft.ranks import Exchange, exchange
+from polydraft.ranks import Exchange, Group, exchange
+from polydraft.reference.queued import QueuedDevice
+from polydraft.step.graphs import CapturedSteps
 from polydraft.step.runner import Runner
 from tests.support import tiny
 from tests.support.emulator import emulated
@@ -281,7 +286,7 @@ def test_processes_end_when_rank_0_is_gone():
 def test_a_process_that_fails_ends_in_order_while_more_plans_may_come():
     """It is not aborted for the thread that waits for them."""
     with tempfile.TemporaryFile() as memory:
-        memory.truncate(Exchange.nbytes(2, 64))
+        Exchange.prepare(memory.fileno(), 2, 64)
         start = {"rank": 1, "size": 2, "memory": memory.fileno(), "capacity": 64, "config": {"no_such": 1}, "checkpoint": None}
         message = json.dumps(start).encode()
         command = child_process.running(WORKER)
@@ -292,7 +297,7 @@ def test_a_process_that_fails_ends_in_order_while_more_plans_may_come():
             process.stdin.write(len(message).to_bytes(8, "little") + message)
             process.stdin.flush()
             assert (process.wait(SOON_S), process.stderr.read()) == (1, b"")
-        assert Exchange(mmap.mmap(memory.fileno(), 0), 0, 2, 64).failure.startswith("rank 1 failed: ")
+        assert Exchange.over(memory.fileno(), 0, 2, 64).failure.startswith("rank 1 failed: ")
 
 
 def test_objects_do_not_reach_processes():
@@ -374,3 +379,129 @@ def test_collectives_that_cannot_be_captured_lie_between_graphs():
 def test_an_unknown_behaviour_is_refused():
     with pytest.raises(ConfigError, match="emulator option ranks has 'early', wanted late, stall@RANK:N, dead@RANK:N or skip"):
         emulated_ranks("ranks=early")
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+ROOM = 1 << 20
+
+
+def held(file: Any) -> int:
+    """Bytes of a file that have memory."""
+    return 512 * os.fstat(file.fileno()).st_blocks
+
+
+def test_what_launches_bring_has_memory_once_one_is_bound():
+    """Where ranks meet on their devices, none does, and as little is taken as ranks need to find each other."""
+    with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:
+        Exchange.prepare(file.fileno(), 2, ROOM)
+        exchanges = [Exchange.over(file.fileno(), rank, 2, ROOM) for rank in range(2)]
+        assert held(file) < ROOM
+        Group(1, 2, exchanges[1]).swapper("all_reduce", np.zeros(1, np.int32))
+        assert held(file) >= Exchange.nbytes(2, ROOM)
+
+
+class Full:
+    """Shared memory of which some bytes are left."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def allocate(self, file: int, begin: int, count: int) -> None:
+        if count > self.left:
+            raise OSError(errno.ENOSPC, "no space left")
+
+
+@NATIVE
+@pytest.mark.parametrize("left", [0, 4096], ids=["to meet in", "for what launches bring"])
+def test_full_shared_memory_is_said_before_anything_is_written(left: int, monkeypatch: pytest.MonkeyPatch):
+    """And not by a signal in the middle of a step."""
+    monkeypatch.setattr(os, "posix_fallocate", Full(left).allocate)
+    wanted = (
+        r"ranks meet in shared memory, of which they want \d+\.\d MiB, and .* MiB are free \(/dev/shm\); give it more, in a cont"
+    )
+    with soon(), pytest.raises(DeviceError, match=wanted):
+        build(backend="cpu")
+
+
+def test_a_place_that_cannot_tell_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    def refuse(file: int, begin: int, count: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with tempfile.TemporaryFile() as file:
+        Exchange.prepare(file.fileno(), 1, ROOM)
+        exchange = Exchange.over(file.fileno(), 0, 1, ROOM)
+        exchange.reserve()
+        exchange.meet(0)
+
+
+@NATIVE
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="what a process maps cannot be seen here")
+def test_where_ranks_meet_has_no_name():
+    """So nothing is left whoever dies when."""
+    with split("narrow", 2, backend="cpu") as running:
+        assert running._followers is not None
+        (channel,) = running._followers._channels
+        assert isinstance(channel, ProcessChannel)
+        for process in (os.getpid(), channel._process.pid):
+            mapped = [line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if f"{SHARED}/" in line]
+            assert mapped
+            assert all(line.endswith("(deleted)") for line in mapped)
+
+
+@NATIVE
+@pytest.mark.deep
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
+def test_ranks_that_join_end_when_rank_0_dies(after_s: float):
+    """However far it has come."""
+    script = (
+        "import sys\nfrom polydraft import LLM\n"
+        "LLM(model=sys.argv[1], backend='cpu', tensor_parallel=2, draft_tokens=2, device='cpu?threads=1')\n"
+        "print('built', flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tiny.checkpoint("narrow"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as first:
+        begin = time.monotonic()
+        while not (others := children(first.pid)):
+            assert time.monotonic() - begin < SOON_S
+            time.sleep(0.002)
+        time.sleep(after_s)
+        first.kill()
+        with soon():
+            while any(Path(f"/proc/{one}").exists() for one in others):
+                time.sleep(0.01)
+
+
+def children(process: int) -> list[int]:
+    """The processes that it has started."""
+    found = Path(f"/proc/{process}/task/{process}/children")
+    return [int(one) for one in found.read_text().split()] if found.exists() else []
+
+
+def test_ranks_capture_what_fits_on_all_of_them(monkeypatch: pytest.MonkeyPatch):
+    """A rank with less free memory than the others leaves graphs out, and so do they: all replay the same."""
+    asked, captured = list[str](), dict[str, CapturedSteps]()
+
+    def free_memory(self: QueuedDevice) -> int:
+        asked.append(threading.current_thread().name)
+        return 1 << 20 if asked.count("rank 1") > 8 else 1 << 40  # what fits, two shapes of 3 drafts and one of fewer
+
+    capture_all = CapturedSteps.capture_all
+
+    def kept(self: CapturedSteps, programs: Any) -> None:
+        captured[threading.current_thread().name] = self
+        capture_all(self, programs)
+
+    monkeypatch.setattr(QueuedDevice, "free_memory", free_memory, raising=False)
+    monkeypatch.setattr(CapturedSteps, "capture_all", kept)
+    options: dict[str, Any] = {"device": "lazy-1", "graph": "decode", "graph_sizes": (1, 3), "draft_tokens": "auto:3"}
+    with split("narrow", 2, **options) as running:
+        assert {output.finish_reason for output in run(running)} == {"length"}
+        assert running.runner.graphs is not None
+        assert running.runner.graphs.counters.replayed_steps > 0
+    held = [{rung: (one.buckets, one.left_out) for rung, one in steps.held.items()} for steps in captured.values()]
+    assert len(held) == 2
+    assert held[0] == held[1]
+    assert held[0][3] == ((1, 3), ())
+    assert any(left_out for _, left_out in held[0].values())
+    assert any(buckets for rung, (buckets, _) in held[0].items() if rung < 3)

@@ -1,13 +1,17 @@
 """Whether weights and KV blocks of an engine fit, and what is said where they do not."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from polydraft import LLM
+from polydraft import LLM, reference
+from polydraft.conformance.target import wrap
 from polydraft.errors import DeviceError
 from polydraft.host.device_memory import RESERVE, check_fits, check_weights
+from polydraft.reference.device import ReferenceDevice
 from tests.support import tiny
 
 BLOCK = 1 << 20
@@ -49,14 +53,31 @@ def test_what_would_fit_is_said_in_one_sentence(free: int, said: str):
     assert "\n" not in str(raised.value)
 
 
+def test_memory_in_which_ranks_meet_is_left_for_them():
+    check_fits(device(100 * BLOCK + RESERVE), resolved(90), 10 * BLOCK)
+    with pytest.raises(
+        DeviceError, match=r"behind the weights and 10.0 MiB in which ranks meet, and 91 KV blocks .*: --num-blocks 90"
+    ):
+        check_fits(device(100 * BLOCK + RESERVE), resolved(91), 10 * BLOCK)
+
+
+def test_an_engine_leaves_what_collectives_will_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _: 4 << 30, raising=False)
+    for taken, said in (
+        (1 << 30, ""),
+        (4 << 30, "free behind the weights and 4.00 GiB in which ranks"),
+    ):
+        plugin = wrap(reference, polydraft_collectives=lambda answer, device, group, taken=taken: replace(answer, nbytes=taken))
+        with pytest.raises(DeviceError, match=said) if said else nullcontext():
+            LLM(model=str(tiny.checkpoint("narrow")), plugin=plugin, plugins=tiny.PLUGINS, tensor_parallel=2).engine.close()
+
+
 def test_what_would_fit_does_fit():
     for free in (3 * BLOCK + RESERVE, 60 * BLOCK + RESERVE + 17):
         check_fits(device(free), resolved((free - RESERVE) // BLOCK))
 
 
 def test_an_engine_asks_behind_its_weights(monkeypatch: pytest.MonkeyPatch):
-    from polydraft.reference.device import ReferenceDevice
-
     asked: list[int] = []
 
     def free_memory(self: ReferenceDevice) -> int:

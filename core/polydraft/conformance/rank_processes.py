@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -82,7 +81,7 @@ class Rank:
     def _join(self, meeting: Meeting) -> Collectives:
         """Wait, for as long as it takes, until all ranks have a device: to open one takes longer than ranks wait in checks."""
         with Path(meeting.file).open("r+b") as file:
-            exchange = Exchange(mmap.mmap(file.fileno(), 0), self._rank, *meeting[1:])
+            exchange = Exchange.over(file.fileno(), self._rank, *meeting[1:])
         try:
             self.close()
             self._opened = self._open()
@@ -106,9 +105,9 @@ class RankProcesses:
 
     def __init__(self, target: Mapping[str, Any], first: Rank) -> None:
         self._target, self._first, self._others = target, first, list[Other]()
-        self._file: Any = None
+        self._file = ExitStack()
         self._meeting: Meeting | None = None
-        weakref.finalize(self, _end, first, self._others)
+        weakref.finalize(self, _end, first, self._others, self._file)
 
     def run(self, size: int, capacity: int, patience_s: float, job: str, values: Mapping[str, Any]) -> list[Found | Exception]:
         """What a job leaves each of `size` ranks with. Ranks stay together while they are as many and none raises."""
@@ -116,10 +115,13 @@ class RankProcesses:
             self._others.append(Other(self._target, len(self._others) + 1))
         others = self._others[: size - 1]
         if self._meeting is None or self._meeting[1:] != (size, capacity, patience_s):
-            self._file = tempfile.NamedTemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  gone with this object
-            self._file.truncate(Exchange.nbytes(size, capacity))
-            self._meeting = Meeting(self._file.name, size, capacity, patience_s)
-            exchange = Exchange(mmap.mmap(self._file.fileno(), 0), 0, size, capacity)
+            self._file.close()
+            made = tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  closed with this object
+            file = self._file.enter_context(made)
+            number = file.fileno()
+            Exchange.prepare(number, size, capacity)
+            self._meeting = Meeting(f"/proc/{os.getpid()}/fd/{number}", size, capacity, patience_s)  # it has no name to be left
+            exchange = Exchange.over(number, 0, size, capacity)
             for one in others:
                 one.meet_in(exchange)
         asked = self._meeting, job, values
@@ -135,9 +137,10 @@ class RankProcesses:
         return found
 
 
-def _end(first: Rank, others: list[Other]) -> None:
+def _end(first: Rank, others: list[Other], file: ExitStack) -> None:
     for one in others:
         one.end()
+    file.close()
     with suppress(Exception):  # what a check has broken may not close
         first.close()
 

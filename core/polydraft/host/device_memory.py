@@ -36,18 +36,19 @@ def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int],
     raise DeviceError(f"{held}; {', or '.join(plans)}")
 
 
-def check_fits(device: Device, resolved: Resolved) -> None:
-    """Raises `DeviceError` with the number of blocks that would fit."""
+def check_fits(device: Device, resolved: Resolved, collectives: int = 0) -> None:
+    """`collectives`: bytes in which ranks will meet. Raises `DeviceError` with the number of blocks that would fit."""
     ask: Callable[[], int] | None = getattr(device, "free_memory", None)
     if ask is None:
         return
     limits, wanted = resolved.limits, int(resolved.describe()["kv_cache_bytes"])
-    free = ask() - int(resolved.describe().get("slot_state_bytes", 0))
+    free = ask() - int(resolved.describe().get("slot_state_bytes", 0)) - collectives
     block = max(wanted // limits.num_blocks, 1)
     if wanted + min(RESERVE, free) <= free:
         return
     fit = max(free - RESERVE, 0) // block
-    held = f"device {device.spec} has {_gib(free)} free behind the weights, and {limits.num_blocks} KV blocks take {_gib(wanted)}"
+    behind = f"the weights and {_gib(collectives)} in which ranks meet" if collectives else "the weights"
+    held = f"device {device.spec} has {_gib(free)} free behind {behind}, and {limits.num_blocks} KV blocks take {_gib(wanted)}"
     if fit >= limits.max_blocks:
         raise DeviceError(f"{held}; {fit} would fit: --num-blocks {fit}")
     if fit > 0:

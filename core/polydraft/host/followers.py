@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import queue
 import struct
 import subprocess
@@ -321,9 +320,8 @@ def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[
     """Start `size` - 1 ranks as processes, as `start_threads` does. `start`: what they need to know besides how ranks meet, as
     JSON has it."""
     with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:  # gone from its folder, and kept by who maps it
-        file.truncate(Exchange.nbytes(size, capacity))
-        memory = mmap.mmap(file.fileno(), 0)
-        exchange = Exchange(memory, 0, size, capacity, patience_s)
+        Exchange.prepare(file.fileno(), size, capacity)
+        exchange = Exchange.over(file.fileno(), 0, size, capacity, patience_s)
         known = {**start, "size": size, "capacity": capacity}
         channels = [ProcessChannel(rank, exchange, known, file.fileno()) for rank in range(1, size)]
     return Followers(Group(0, size, exchange), channels)

@@ -6,12 +6,19 @@ collective is an error on all of them and never a wrong sum; one that does not c
 
 What a rank brings stays readable until it comes for the next collective but one: there are two slots a rank, taken in turn, and
 who comes for the next has read all of this one.
+
+Between processes the region is a file that lies in memory. What of it is used has its memory before it is written: a process that
+writes where there is none left is ended by a signal.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -71,11 +78,37 @@ class Exchange:
         room = _room(capacity)
         self._data = rest[notes + size * _TEXT :][: size * 2 * room].reshape(size, 2, room)
         self._count = 0
+        self._file: int | None = None
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
         """Bytes of the region of `size` ranks."""
         return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * _room(capacity)
+
+    @classmethod
+    def prepare(cls, file: int, size: int, capacity: int) -> None:
+        """Give an empty file the size of a region, and memory for all but what ranks bring to launches, which `reserve` does.
+        Raises as that."""
+        whole, room = cls.nbytes(size, capacity), _room(capacity)
+        os.ftruncate(file, whole)
+        slots = whole - size * 2 * room
+        for begin, count in ((0, slots), *((slots + slot * room, _TEXT) for slot in range(size * 2))):
+            _allocate(file, begin, count)
+
+    @classmethod
+    def over(cls, file: int, rank: int, size: int, capacity: int, patience_s: float = PATIENCE_S) -> Exchange:
+        """The view of one rank of the region in a file that `prepare` has made. The file may be closed then."""
+        found = cls(mmap.mmap(file, 0), rank, size, capacity, patience_s)
+        found._file = os.dup(file)
+        weakref.finalize(found, os.close, found._file)
+        return found
+
+    def reserve(self) -> None:
+        """See to it that there is memory for what ranks bring to launches; whoever binds one that meets here asks for it. Raises
+        `DeviceError` where there is not."""
+        if self._file is not None:
+            _allocate(self._file, 0, self.nbytes(self.size, self.capacity))
+            self._file = None
 
     @classmethod
     def of_threads(cls, size: int, capacity: int, patience_s: float = PATIENCE_S) -> list[Exchange]:
@@ -201,6 +234,23 @@ class Exchange:
             raise DeviceError(self.failure)
 
 
+def _allocate(file: int, begin: int, count: int) -> None:
+    """Have memory for a stretch of a file, where the system can say that there is none."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, begin, count)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # a place that cannot tell
+            return
+        there = os.fstatvfs(file)
+        wanted, free = (nbytes / 2**20 for nbytes in (count, there.f_bavail * there.f_frsize))
+        raise DeviceError(
+            f"ranks meet in shared memory, of which they want {wanted:.1f} MiB, and {free:.1f} MiB are free (/dev/shm); give it "
+            "more, in a container by --shm-size, or lower --max-num-seqs or --max-batched-tokens"
+        ) from None
+
+
 def _room(capacity: int) -> int:
     """Bytes of a slot: for what a rank brings to a collective, or to `agree`."""
     return max(capacity, _TEXT)
@@ -229,8 +279,10 @@ class Group:
         return launch
 
     def swapper(self, kind: str, step: Array) -> Callable[[int, Array], Sequence[Array]]:
-        """`swap(n, mine)` of a launch that is being bound; `step` [1] int32 is read when it runs. One rank meets itself."""
+        """`swap(n, mine)` of a launch that is being bound; `step` [1] int32 is read when it runs. One rank meets itself. Raises
+        `DeviceError` where there is no memory to meet in."""
         launch, exchange = self.next_launch(), self.exchange
+        exchange.reserve()
 
         def swap(n: int, mine: Array) -> Sequence[Array]:
             return exchange.swap(Note(kind, launch, int(step[0]), n, math.prod(mine.shape) * mine.itemsize), mine)

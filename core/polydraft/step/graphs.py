@@ -132,6 +132,8 @@ class CapturedSteps:
     uncapturable: frozenset[str] = frozenset()
     whole: bool = False
     """Whether the parts of a step are captured together, as piece "step", unless host inputs come between them."""
+    everywhere: Callable[[bool], bool] = bool
+    """Whether something is so on all ranks: they capture the same, since they run together what they capture."""
     counters: GraphCounters = field(default_factory=GraphCounters)
     held: dict[int, Held] = field(default_factory=dict)
     """What there is for each number of drafts, the most first."""
@@ -160,10 +162,11 @@ class CapturedSteps:
 
     def _capture_shape(self, shape: Shape, pieces: Sequence[tuple[str, Piece, dict[Part, Program]]], *, always: bool) -> None:
         """Capture all kinds of step of one shape, so that whether there is a graph does not depend on the kind; unless the budget
-        is used up."""
+        is used up, on any rank."""
         held, before, ask = self.held[shape.num_drafts], self.counters.captured, getattr(self.device, "free_memory", None)
         free = ask() if ask else 0
-        if not always and (before + len(pieces) > self.policy.most_captures or (ask and free < LEAST_FREE)):
+        fits = before + len(pieces) <= self.policy.most_captures and (ask is None or free >= LEAST_FREE)
+        if not (always or self.everywhere(fits)):
             held.left_out = (shape.bucket, *held.left_out)
             return
         for kind, piece, parts in pieces:

@@ -10,7 +10,7 @@ turns the snapshot into an outcome. Nothing between the two waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -448,13 +448,18 @@ class Runner:
         self._build_programs()
         if self.graphs is not None:
             graphs = self.graphs
-            self.capture(graphs.policy, graphs.capture, graphs.uncapturable)
+            self.capture(graphs.policy, graphs.capture, graphs.uncapturable, graphs.everywhere)
 
-    def capture(self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str]) -> None:
-        """Capture every step that `policy` replays. Called before the first step, and again when an address has changed."""
+    def capture(
+        self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str], everywhere: Callable[[bool], bool] = bool
+    ) -> None:
+        """Capture every step that `policy` replays, `everywhere` alike. Called before the first step, and again when an address
+        has changed."""
         self.uploads.clear(self.device.stream)
         whole = policy.mode == "decode" and self._config.overlap > 0
-        self.graphs = CapturedSteps(self.device, capture, policy, self.limits, self.context, uncapturable, whole)
+        self.graphs = CapturedSteps(
+            self.device, capture, policy, self.limits, self.context, uncapturable, whole, everywhere=everywhere
+        )  # fmt: skip
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
         self.graphs.capture_all({
             name: {rung: {**programs, "draft": draft} for rung, draft in self.drafts[name].items()}

@@ -59,6 +59,7 @@ def contracts() -> int:
     from polydraft.conformance.harness import check_kernel
     from polydraft.contracts import COMPOSITES, REGISTRY
     from polydraft.contracts.inputs import contract_of, generated
+    from polydraft.contracts.packing import PACKINGS
     from polydraft_cpu import library
     from polydraft_cpu.kernels import versions
     from tests.support.cpu import opened
@@ -69,7 +70,9 @@ def contracts() -> int:
             device, table = opened(f"cpu?isa={level}&threads=3", dtype)
             for name in versions():
                 kernel = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
-                for case in (*contract_of(kernel).cases(), *(generated(kernel, seed) for seed in range(8))):
+                packed = contract_of(kernel).packed_cases or (lambda packing: iter(()))
+                cases = [*contract_of(kernel).cases(), *(case for packing in PACKINGS for case in packed(packing))]
+                for case in (*cases, *(generated(kernel, seed) for seed in range(8))):
                     comparison = check_kernel(kernel, case, device, table, act=dtype)
                     assert comparison.ok, comparison.describe()
                     count += 1

@@ -12,6 +12,7 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,prefer-vector-width=512")
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of the compiler's own header, where it leaves lanes undefined
 #endif
 #define PD_LANES 16
 #define PD_FMA512
@@ -87,7 +88,7 @@ struct FromI4 {
 struct Unpacked {
   static constexpr int STEP = 4, WHOLE = 8, FOURS = 1;
   static constexpr bool STORED = false;
-  PD_MEMBER __m512i fetch(const uint8_t* p) { return _mm512_load_si512(p); }
+  PD_MEMBER __m512i fetch(const uint8_t* p) { return _mm512_loadu_si512(p); }
   PD_MEMBER __m512i four(__m512i raw, int) { return raw; }
 };
 
@@ -115,7 +116,7 @@ PD_INLINE void round_columns(const T* x, int64_t count, int8_t* numbers, float* 
     total = _mm512_add_epi32(total, q);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + i), F::order(_mm512_cvtepi32_epi8(q)));
   }
-  *shift = -F::MIDDLE * _mm512_reduce_add_epi32(total);
+  *shift = int32_t(-uint32_t(F::MIDDLE) * uint32_t(_mm512_reduce_add_epi32(total)));  // of NaNs anything
 }
 
 template <class F, class T>
@@ -232,7 +233,7 @@ void unpack(const Weight& w, int64_t panel, uint8_t* to) {
   const int64_t whole = w.cols / F::STEP, left = w.cols - whole * F::STEP;
   const auto put = [&](int64_t k, __m512i raw) {
 #pragma GCC unroll 2
-    for (int i = 0; i < F::FOURS; i++) _mm512_store_si512(to + (k * F::FOURS + i) * 64, F::four(raw, i));
+    for (int i = 0; i < F::FOURS; i++) _mm512_storeu_si512(to + (k * F::FOURS + i) * 64, F::four(raw, i));
   };
   for (int64_t k = 0; k < whole; k++) put(k, F::fetch(from + k * 64));
   if (left > 0) put(whole, left > 2 ? F::fetch(from + whole * 64) : F::last(from + whole * 64));

@@ -465,18 +465,21 @@ def products(repeats: int) -> list[dict[str, Any]]:
     from polydraft.backend import DeviceOptions
     from polydraft.contracts.base import Limits
     from polydraft.contracts.kernels.linear import LinearV1
+    from polydraft.contracts.packing import PACKINGS, pack
     from polydraft.plugins.kernel_table import DeviceWorkspace
     from polydraft_cpu import library
 
     rng, rows = np.random.default_rng(0), []
     values = (rng.standard_normal(SHAPE, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     kinds = (("f32", "f32"), ("f32", "bf16"), ("f32", "int8"), ("bf16", "bf16"))
+    own = {"avx512vnni": (("f32", "int8-channel-a8"), ("f32", "int4-group32-a8")), "avx512bf16": kinds[-1:]}
     for level in library.levels():
-        for dtype, weights in kinds[-1:] if level == "avx512bf16" else kinds:  # of the others it has none of its own
-            spec = f"cpu?threads=1&queue=0&isa={level}&weights={weights}"
+        for dtype, weights in own.get(level, kinds):  # these levels have no others of their own
+            packing = PACKINGS.get(weights)
+            spec = f"cpu?threads=1&queue=0&isa={level}&weights={'exact' if packing else weights}"
             device = polydraft_cpu.polydraft_open_device(spec, DeviceOptions(dtype))
             table = polydraft_cpu.polydraft_kernels(device)
-            weight = table.prepare_weight("linear", values, dtype)
+            weight = table.prepare_weight("linear", pack(values, packing) if packing else values, dtype)
             for n, what in PRODUCTS:
                 x, out = device.empty("x", (n, SHAPE[1]), dtype), device.empty("out", (n, SHAPE[0]), "f32")
                 args = LinearV1(x=x, weight=weight, bias=None, out=out)

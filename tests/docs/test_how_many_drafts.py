@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from bench import draft_policy_host_time as host_time
 from bench import draft_policy_traces as script
 from polydraft.bench.report import renewed
 from tests.docs.pages import read
@@ -17,6 +18,12 @@ def test_the_simulated_table_is_that_of_the_result() -> None:
     rows = RESULT["rows"]
     assert renewed(PAGE, script.FIGURES, script.about(rows), script.markdown(rows)) == PAGE
     assert RESULT["device"] == "none: simulated"
+
+
+def test_the_table_of_the_host_is_that_of_its_result() -> None:
+    rows = json.loads((ROOT / host_time.FIGURES).read_text(encoding="utf-8"))["rows"]
+    assert renewed(PAGE, host_time.FIGURES, host_time.about(rows), host_time.markdown(rows)) == PAGE
+    assert all(row["us_without_decision"] < 2.0 for row in rows), "a counter and a clock"
 
 
 def test_the_trace_is_as_the_page_says() -> None:

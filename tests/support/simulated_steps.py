@@ -88,9 +88,9 @@ class World:
         self._fate = self._rng.random((size, 1 << 12, self.limits.num_drafts), np.float32)
         self._outcomes: deque[tuple[Array, Array, Array, float]] = deque()
 
-    def adaptive(self) -> AdaptiveDrafts:
+    def adaptive(self, kind: type[AdaptiveDrafts] = AdaptiveDrafts) -> AdaptiveDrafts:
         """The policy that is tried, with this world's clock."""
-        return AdaptiveDrafts(self.limits, clock=lambda: self._clock)
+        return kind(self.limits, clock=lambda: self._clock)
 
     def step(self, policy: DraftPolicy, count: int | None = None, *, has_prefill: bool = False) -> int:
         """One step of the first `count` slots, by default of those that have not ended; answers the drafts that it makes."""

@@ -28,7 +28,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -151,9 +150,11 @@ class StepTimes:
         """Steps of this bucket and rung, the last one before step `now`, took so long each, in seconds; of the rows that verify
         drafts they had the part `spared` less."""
         mean, cov = self.belief(bucket, now)
-        seconds, count = max(statistics.median(samples), 1e-9), len(samples)
+        ordered, count = sorted(samples), len(samples)
+        lower, upper = ordered[: count - count // 2], ordered[count // 2 :]  # both have the middle one, if there is one
+        seconds = max((lower[-1] + upper[0]) / 2.0, 1e-9)
         if count > 2:
-            spread = 1.25 * sum(abs(sample - seconds) for sample in samples) / (count * seconds)
+            spread = 1.25 * (sum(upper) - sum(lower)) / (count * seconds)
             self._timed += count
             self.noise += max(count / self._timed, 0.03) * (spread - self.noise)
         saved = self.part(mean) * spared
@@ -216,23 +217,28 @@ class Acceptance:
 
     def look(self, slots: SlotTable, decode: Array, steps: int) -> None:
         """Count the rounds of these slots since the last look, `steps` ago: at most the newest `LOOK`, and `MANY` of all."""
+        # Here and in what follows sums are reductions of ufuncs: methods of arrays take as long again to find them.
         rounds = slots.num_rounds[decode]
         new = decode[self._epoch[decode] != slots.epoch[decode]]
         if new.size:
             self._epoch[new], self._counts[:, :, new], self._seen[new] = slots.epoch[new], 0.0, 0
-        at = rounds - self._back[: max(MANY // len(decode), 1)]  # [up to LOOK, n], so that sums go along whole rows
-        fresh = at >= self._seen[decode]
-        at += decode * slots.rounds.shape[1]
-        counted = np.empty((3, *at.shape), np.uint8)
-        np.multiply(slots.rounds.reshape(-1).take(at, mode="clip"), fresh, out=counted[0])
-        np.multiply(slots.round_drafts.reshape(-1).take(at, mode="clip"), fresh, out=counted[2])
-        np.minimum(counted[0] + np.uint8(1), counted[2], out=counted[1])
-        found = (counted[:, None] > self._places[:, None]).sum(axis=2, dtype=np.uint8)  # accepted, reached, verified
-        count = fresh.sum(axis=0, dtype=np.uint8)
-        skipped = FORGET_IDLE ** (rounds - self._seen[decode] - count)
-        left = _LEFT[found[2]] * _LEFT_IDLE[count - found[2]] * skipped
-        self._counts[:, :, decode] = self._counts[:, :, decode] * left + found[:2]
-        self._all = self._all * FORGET_ALL**steps + found[:2].sum(axis=2)
+        new_rounds = rounds - self._seen[decode]
+        most = int(np.maximum.reduce(new_rounds))
+        back = self._back[: min(max(MANY // len(decode), 1), most)]
+        fresh = back <= new_rounds  # [up to LOOK, n], so that sums go along whole rows
+        at = (rounds + decode * slots.rounds.shape[1]) - back
+        counted = np.empty((len(back), 3, 1, len(decode)), np.uint8)
+        accepted, reached, verified = counted[:, 0, 0], counted[:, 1, 0], counted[:, 2, 0]
+        np.multiply(slots.rounds.reshape(-1).take(at, mode="clip"), fresh, out=accepted)
+        np.multiply(slots.round_drafts.reshape(-1).take(at, mode="clip"), fresh, out=verified)
+        np.minimum(accepted + np.uint8(1), verified, out=reached)
+        found = np.add.reduce((counted > self._places).view(np.uint8), axis=0, dtype=np.uint8)  # [3, places, n]
+        count = np.minimum(new_rounds, len(back))
+        left = _LEFT[count, found[2]]
+        if len(back) < most:
+            left *= FORGET_IDLE ** (new_rounds - count)
+        self._counts[:, :, decode] = self._counts.take(decode, axis=2) * left + found[:2]
+        self._all = self._all * FORGET_ALL**steps + np.add.reduce(found[:2], axis=2, dtype=np.int64)
         self._seen[decode] = rounds
 
     def of_all(self) -> list[float]:
@@ -246,20 +252,21 @@ class Acceptance:
     def of(self, decode: Array) -> Array:
         """[places, len(decode)] float64: the chances of each of these slots. A request that does worse than the others is
         believed to do as much worse at places where it was not tried."""
-        (accepted, reached), all_ = self._counts[:, :, decode], np.array(self.of_all())[:, None]
-        ratio = (accepted.sum(axis=0) + PRIOR) / ((reached * all_).sum(axis=0) + PRIOR)
-        chances: Array = (accepted + PRIOR * np.minimum(all_ * ratio, 1.0)) / (reached + PRIOR)
+        (accepted, reached), all_ = self._counts.take(decode, axis=2), np.array(self.of_all())
+        ratio = (np.add.reduce(accepted) + PRIOR) / (all_ @ reached + PRIOR)
+        chances: Array = (accepted + PRIOR * np.minimum(np.multiply.outer(all_, ratio), 1.0)) / (reached + PRIOR)
         return chances
 
     def lasting(self, decode: Array, windows: Array) -> Array:
         """[places, len(decode)] float64: the chance that the draft at a place and all before it are accepted, 0 behind the rows
         (`windows` [len(decode)]) that each request allows."""
-        chances: Array = (self.of(decode) * (self._places < windows - 1)).cumprod(axis=0)
+        chances: Array = np.multiply.accumulate(self.of(decode) * (self._places < windows - 1))
         return chances
 
 
-_LEFT, _LEFT_IDLE = (left ** np.arange(LOOK + 1) for left in (FORGET, FORGET_IDLE))
-"""By number of rounds."""
+_ROUNDS = np.arange(LOOK + 1)
+_LEFT = FORGET**_ROUNDS * FORGET_IDLE ** np.maximum(_ROUNDS[:, None] - _ROUNDS, 0)
+"""What is left of evidence about a place, by number of rounds, and of those that verified a draft there."""
 
 
 def hoped(mean: float, variance: float) -> float:
@@ -354,8 +361,10 @@ class AdaptiveDrafts:
         self._looked = self._step
         mean, cov = self.times.belief(self._bucket, self._step)
         lasting = self.acceptance.lasting(decode, slots.window[decode])
-        weights = (slots.max_total[decode] - slots.num_known[decode]).clip(1, FAR)
-        gains = np.diff(np.log1p(lasting.cumsum(axis=0)), axis=0, prepend=0.0) * (weights / weights.sum())
+        weights = np.minimum(np.maximum(slots.max_total[decode] - slots.num_known[decode], 1), FAR)
+        gains = np.log1p(np.add.accumulate(lasting))
+        gains[1:] -= gains[:-1]
+        gains *= weights / np.add.reduce(weights)
         ways, kept = self._ways(mean, lasting, gains)
         paces = [way.pace for way in ways]
         best = paces.index(max(paces))
@@ -377,10 +386,11 @@ class AdaptiveDrafts:
         part, seconds = self.times.part(mean), mean[:-1].tolist()
         paces = [gain - math.log(each) for gain, each in zip(self._by_rung(gains), seconds, strict=True)]
         ways = [_Way(rung, 0.0, *both) for rung, both in enumerate(zip(seconds, paces, strict=True))]
-        drafts = self._by_rung(lasting > 0.0)
+        possible = lasting > 0.0
+        drafts = self._by_rung(possible)
         row = part * (seconds[-1] - seconds[0]) / max(drafts[-1], 1.0)
         if row <= 0.0 or gains.shape[1] < 2:
-            return ways, lasting > 0.0
+            return ways, possible
         kept: Array = gains > row / (self._limited_seconds or max(ways, key=_pace).seconds)
         for rung, (gain, left) in enumerate(zip(self._by_rung(gains * kept), self._by_rung(kept), strict=True)):
             if left < drafts[rung]:
@@ -392,7 +402,7 @@ class AdaptiveDrafts:
 
     def _by_rung(self, by_place: Array) -> list[float]:
         """[rungs]: the sum over the slots [places, n] and the places of each rung."""
-        sums = [0.0, *itertools.accumulate(by_place.sum(axis=1).tolist())]
+        sums = [0.0, *itertools.accumulate(np.add.reduce(by_place, axis=1).tolist())]
         return [sums[k] for k in self.rungs]
 
     def _worth_trying(self, ways: list[_Way], best: int, cov: Array) -> int:
@@ -407,7 +417,7 @@ class AdaptiveDrafts:
             rows.append(row)
         slopes = np.array(rows)
         slopes -= slopes[best]
-        variances = (slopes @ cov * slopes).sum(axis=1).tolist()
+        variances = np.add.reduce(slopes @ cov * slopes, axis=1).tolist()
         stay = min(max(self._stayed[self._bucket], STAY[0]), STAY[1])
         doubt = self.times.doubt(TRIAL - SETTLING) + self.times.unrest * EVERY
         found, most = best, 0.0

@@ -7,7 +7,7 @@ reaches the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,15 +94,23 @@ def scatter(a: Any, limits: Limits) -> Run:
     return run
 
 
-def reserve_blocks(a: Any, n: int) -> None:
+def reserve_blocks(a: Any, limits: Limits) -> Run:
     """A slot is covered when no entry that it needs is a hole; looked at slot by slot, whoever asks."""
+    del limits
     table, num_slots = a.block_table, a.phase.shape[0]
-    need = direct.minimum(direct.add(a.kv_len, a.draft_len) + (1 + a.lookahead), a.max_total)
-    starts = direct.unsqueeze(multiples(table.shape[1], a.block_size, table), [0])
-    holes = both(direct.less_than(table, number(0, table)), direct.less_than(starts, direct.unsqueeze(need, [1])))
-    settled = choose(direct.any(holes, [1], False), constant(PAUSED, a.phase), DECODE)
-    asks = both(either(equals(a.phase, DECODE), equals(a.phase, PAUSED)), named(part(a.slot_order, 0, n), num_slots))
-    write_where(a.phase, asks, settled)
+    may_ask = paddle.to_tensor(np.array([phase in (Phase.DECODE, Phase.PAUSED) for phase in Phase]), place=table.place)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        need = direct.minimum(direct.add(a.kv_len, a.draft_len) + (1 + a.lookahead), a.max_total)
+        starts = direct.unsqueeze(multiples(table.shape[1], a.block_size, table), [0])
+        holes = both(direct.less_than(table, number(0, table)), direct.less_than(starts, direct.unsqueeze(need, [1])))
+        settled = choose(direct.any(holes, [1], False), constant(PAUSED, a.phase), DECODE)
+        asks = both(take(may_ask, a.phase), named(part(a.slot_order, 0, n), num_slots))
+        write_where(a.phase, asks, settled)
+
+    return run
 
 
 def sequences(lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,9 +126,7 @@ class Linear:
     `columns`: names of the columns that are added; `SLOT_ID` is the slot's number, `ONE` is 1. `wanted`: for each result the
     factor of each column, by phase (`OTHERS`: in all that are not named)."""
 
-    def __init__(
-        self, columns: tuple[str, ...], wanted: Sequence[Mapping[int, Mapping[str, int]]], num_slots: int, place: Any
-    ) -> None:
+    def __init__(self, columns: tuple[str, ...], wanted: Wanted, num_slots: int, place: Any) -> None:
         factors = np.zeros((len(wanted), len(columns), len(Phase)), np.int32)
         for factor, by_phase in zip(factors, wanted, strict=True):
             for phase in Phase:
@@ -154,6 +160,8 @@ class Linear:
         return direct.sum(direct.multiply(factors, direct.unsqueeze(columns, [0])), [1], paddle.int32, False)
 
 
+Wanted = tuple[Mapping[int, Mapping[str, int]], ...]
+"""What `Linear` adds up: for each result, by phase, the factor of each column."""
 SLOT_ID, ONE, OTHERS = "slot id", "one", -1
 ANY = 1 << 30
 """More than any length, position or count."""
@@ -169,38 +177,47 @@ def beside(nobody: Tensor, *columns: Tensor) -> Tensor:
     return direct.concat([direct.stack(columns, 0), nobody], 1)
 
 
-class Packing:
-    """What `pack_rows` and `pack_logit_rows` have in common: who has how many rows of either kind, and where they lie."""
+KNOWN = {"prompt_len": 1, "num_generated": 1}
+"""Factors of the tokens that a slot knows."""
+PACKED = ("kv_len", "draft_len", "prefill_len", "prompt_len", "num_generated", SLOT_ID, ONE)
+"""The columns that packing reads."""
+LOGITS: Wanted = (
+    {DECODE: {ONE: ANY}},  # all rows need logits
+    {PREFILL: KNOWN | {"kv_len": -1}, OTHERS: {ONE: -1}},  # the last one does, if there are so many
+    {OTHERS: {"kv_len": 1, ONE: 1}},
+)
+"""What `LogitRows` adds up."""
 
-    def __init__(self, rows: Any) -> None:
-        num_slots, length = rows.tokens.shape
-        width, place = rows.drafts.shape[1], rows.tokens.place
-        self._drafts = width
-        known, at_token = {"prompt_len": 1, "num_generated": 1}, {SLOT_ID: length}
-        self._sums = Linear(
-            ("kv_len", "draft_len", "prefill_len", "prompt_len", "num_generated", SLOT_ID, ONE),
-            (
-                {DECODE: {"draft_len": 1, ONE: 1}, PREFILL: {"prefill_len": 1, "kv_len": -1}},  # rows wanted
-                {OTHERS: {"kv_len": 1}},  # the position of the first row, of which the following ones have the next
-                {DECODE: at_token | known | {ONE: -1}, PREFILL: at_token | {"kv_len": 1}},  # where its token lies,
-                {DECODE: {SLOT_ID: width, ONE: -1}},  # and, one place in front of it, the first draft
-                {OTHERS: {ONE: 1}},  # by how much each of the three moves with the row
-                {PREFILL: {ONE: 1}},
-                {DECODE: {ONE: 1}},
-                {PREFILL: {ONE: ANY}},  # behind the row that drafts begin with
-                {OTHERS: {SLOT_ID: 1}},
-            ),
-            num_slots,
-            place,
-        )
+
+def rows_wanted(length: int, width: int) -> Wanted:
+    """What `Rows` adds up, for texts of `length` and `width` drafts."""
+    at_token = {SLOT_ID: length}
+    return (
+        {DECODE: {"draft_len": 1, ONE: 1}, PREFILL: {"prefill_len": 1, "kv_len": -1}},  # rows wanted
+        {OTHERS: {"kv_len": 1}},  # the position of the first row, of which the following ones have the next
+        {DECODE: at_token | KNOWN | {ONE: -1}, PREFILL: at_token | {"kv_len": 1}},  # where its token lies,
+        {DECODE: {SLOT_ID: width, ONE: -1}},  # and, one place in front of it, the first draft
+        {OTHERS: {ONE: 1}},  # by how much each of the three moves with the row
+        {PREFILL: {ONE: 1}},
+        {DECODE: {ONE: 1}},
+        {PREFILL: {ONE: ANY}},  # behind the row that drafts begin with
+        {OTHERS: {SLOT_ID: 1}},
+    )
+
+
+class Rows:
+    """Packs rows, from the sums of their sequences (`rows_wanted`)."""
+
+    def __init__(self, a: Any) -> None:
+        self._a = a
         nobody = np.zeros((8, 1), np.int32)
         nobody[6], nobody[7] = ANY, PAD_SLOT
-        self._nobody = paddle.to_tensor(nobody, place=place)
+        self._nobody = paddle.to_tensor(nobody, place=a.tokens.place)
 
-    def pack(self, a: Any, n: int) -> None:
+    def pack(self, sums: Tensor, n: int) -> None:
         """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
+        a = self._a
         num_seqs = a.slot_order.shape[0]
-        sums = self._sums.of(a, a.slot_order)
         wanted = direct.minimum(flat(part(sums, 0, 1)), a.seq_rows)
         into(a.seq_len, num_seqs, direct.maximum, wanted, number(0, wanted))
         ends = paddle.cumsum(a.seq_len, dtype="int32")
@@ -217,7 +234,7 @@ class Packing:
         moved = direct.multiply(part(found, 3, 6), direct.unsqueeze(rows, [0]))
         place = clamp(direct.add(part(found, 1, 3), part(moved, 1, 3)))
         ids = take(flat(a.tokens), flat(part(place, 0, 1)))
-        if self._drafts:
+        if a.drafts.shape[1]:
             is_draft = direct.less_than(flat(part(found, 6, 7)), rows)
             ids = direct.where(is_draft, take(flat(a.drafts), flat(part(place, 1, 2))), ids)
         slot = flat(part(found, 7, 8))
@@ -226,36 +243,20 @@ class Packing:
         into(a.positions, n, direct.add, flat(part(found, 0, 1)), flat(part(moved, 0, 1)))
 
 
-def pack_rows(a: Any, limits: Limits) -> Run:
-    """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
-    del limits
-    packing = Packing(a)
-    return functools.partial(packing.pack, a)
+class LogitRows:
+    """Packs the rows that need logits, from the sums of their sequences (`LOGITS`)."""
 
+    def __init__(self, a: Any) -> None:
+        self._a = a
+        self._nobody = paddle.to_tensor(np.array([[NO_ROW], [0], [0], [PAD_SLOT]], np.int32), place=a.phase.place)
 
-def pack_logit_rows(a: Any, limits: Limits) -> Run:
-    """Like `pack_rows`, over the rows that need logits."""
-    del limits
-    place = a.phase.place
-    known = {"prompt_len": 1, "num_generated": 1}
-    sums = Linear(
-        ("kv_len", "prompt_len", "num_generated", ONE),
-        (
-            {DECODE: {ONE: ANY}},  # all rows need logits
-            {PREFILL: known | {"kv_len": -1}, OTHERS: {ONE: -1}},  # the last one does, if there are so many
-            {OTHERS: {"kv_len": 1, ONE: 1}},
-        ),
-        a.phase.shape[0],
-        place,
-    )
-    nobody = paddle.to_tensor(np.array([[NO_ROW], [0], [0], [PAD_SLOT]], np.int32), place=place)
-
-    def run(n: int) -> None:
+    def pack(self, sums: Tensor, n: int) -> None:
+        """Like `Rows.pack`."""
+        a = self._a
         slots, seq_len = a.slot_order, a.seq_len
-        found = sums.of(a, slots)
         # What a prefill has left to know is never less than its rows: it is complete, and fresh, where both are the same.
-        completes = as_int(direct.equal(flat(part(found, 1, 2)), seq_len))
-        most = direct.maximum(flat(part(found, 0, 1)), completes)
+        completes = as_int(direct.equal(flat(part(sums, 1, 2)), seq_len))
+        most = direct.maximum(flat(part(sums, 0, 1)), completes)
         into(a.logit_len, len(slots), direct.minimum, seq_len, most)
         ends = paddle.cumsum(a.logit_len, dtype="int32")
         into(a.logit_start, len(slots), direct.subtract, ends, a.logit_len)
@@ -263,14 +264,44 @@ def pack_logit_rows(a: Any, limits: Limits) -> Run:
             return
         # From a logit row to its row within the sequence: a prefill's single one is the last.
         shift = direct.subtract(seq_len, ends)
-        row, position = direct.add(a.seq_start, shift), direct.add(flat(part(found, 2, 3)), shift)
-        table = beside(nobody, row, position, constant(1, slots), slots)
+        row, position = direct.add(a.seq_start, shift), direct.add(flat(part(sums, 2, 3)), shift)
+        table = beside(self._nobody, row, position, constant(1, slots), slots)
         sequence, rows = of_rows(ends, n), numbers(n, slots)
-        of = direct.gather(table, sequence, 1)
-        moved = direct.multiply(flat(part(of, 2, 3)), rows)
-        into(a.logit_row, n, direct.add, flat(part(of, 0, 1)), moved)
-        into(a.logit_position, n, direct.add, flat(part(of, 1, 2)), moved)
+        found = direct.gather(table, sequence, 1)
+        moved = direct.multiply(flat(part(found, 2, 3)), rows)
+        into(a.logit_row, n, direct.add, flat(part(found, 0, 1)), moved)
+        into(a.logit_position, n, direct.add, flat(part(found, 1, 2)), moved)
         into(a.logit_slot, n, direct.gather, flat(part(table, 3, 4)), sequence, 0)
+
+
+def pack_rows(a: Any, limits: Limits) -> Run:
+    """Lengths and offsets by sequence, then everything else by row through the row's sequence."""
+    del limits
+    num_slots, length = a.tokens.shape
+    sums, rows = Linear(PACKED, rows_wanted(length, a.drafts.shape[1]), num_slots, a.tokens.place), Rows(a)
+    return lambda n: rows.pack(sums.of(a, a.slot_order), n)
+
+
+def pack_logit_rows(a: Any, limits: Limits) -> Run:
+    """Like `pack_rows`, over the rows that need logits."""
+    del limits
+    columns = tuple(name for name in PACKED if any(name in factors for one in LOGITS for factors in one.values()))
+    sums, rows = Linear(columns, LOGITS, a.phase.shape[0], a.phase.place), LogitRows(a)
+    return lambda n: rows.pack(sums.of(a, a.slot_order), n)
+
+
+def pack_both(a: Any, limits: Limits) -> Run:
+    """Composite `pack_rows+pack_logit_rows`: what both add up of a slot is added up once."""
+    del limits
+    first, second = a.parts
+    (num_slots, length), capacity = first.tokens.shape, second.logit_row.shape[0]
+    wanted = rows_wanted(length, first.drafts.shape[1])
+    sums, rows, logits = Linear(PACKED, wanted + LOGITS, num_slots, first.tokens.place), Rows(first), LogitRows(second)
+
+    def run(n: int) -> None:
+        found = sums.of(first, first.slot_order)
+        rows.pack(found, n)
+        logits.pack(part(found, len(wanted), len(wanted) + len(LOGITS)), capacity)
 
     return run
 
@@ -341,14 +372,13 @@ def commit_window(a: Any, limits: Limits) -> Run:
     (num_slots, room), width, num_seqs = a.tokens.shape, a.window.shape[1], a.slot_order.shape[0]
     place = a.tokens.place
     ends = Ends(width, place)
-    known = {"prompt_len": 1, "num_generated": 1}
     sums = Linear(
         ("prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "seq_len", SLOT_ID, ONE),
         (
             {PREFILL: {"kv_len": 1, "seq_len": 1}, OTHERS: {"kv_len": 1}},  # rows of prompts are committed whatever follows
             {PREFILL: {"prefill_len": 1, "kv_len": -1, "seq_len": -1}, DECODE: {}, OTHERS: {ONE: 1}},  # rows to go
             {phase: {"max_total": 1, "prompt_len": -1, "num_generated": -1} for phase in (PREFILL, DECODE)} | {OTHERS: {ONE: 1}},
-            {phase: known | {SLOT_ID: room} for phase in (PREFILL, DECODE)} | {OTHERS: {SLOT_ID: room, ONE: 1}},
+            {phase: KNOWN | {SLOT_ID: room} for phase in (PREFILL, DECODE)} | {OTHERS: {SLOT_ID: room, ONE: 1}},
             {DECODE: {ONE: 1}},
         ),
         num_slots,
@@ -437,7 +467,7 @@ def pack_draft_rows(a: Any, limits: Limits) -> Run:
     """Shift the rows by one token; what is not known by then drops out."""
     del limits
     num_slots, length = a.tokens.shape
-    last = {"prompt_len": 1, "num_generated": 1, ONE: -1}
+    last = KNOWN | {ONE: -1}
     sums = Linear(
         ("prompt_len", "num_generated", SLOT_ID, ONE),
         ({PREFILL: last, DECODE: last, OTHERS: {ONE: -ANY}}, {OTHERS: {SLOT_ID: length, ONE: 1}}),
@@ -582,10 +612,12 @@ def _file_drafts(a: Any, slots: Tensor, drafts: Tensor, found: Tensor) -> None:
 
 KERNELS: dict[str, Kernel] = {
     **{function.__name__: function for function in (
-        scatter, pack_rows, pack_logit_rows, commit_window, snapshot_output, pack_draft_rows, begin_draft, advance_draft,
+        scatter, reserve_blocks, pack_rows, pack_logit_rows, commit_window, snapshot_output, pack_draft_rows, begin_draft,
+        advance_draft,
     )},
     **{function.__name__: plain(function) for function in (
-        reserve_blocks, force_choices, verify_match, draft_ngram, align_drafts, splice_drafts,
+        force_choices, verify_match, draft_ngram, align_drafts, splice_drafts,
     )},
+    "pack_rows+pack_logit_rows": pack_both,
 }  # fmt: skip
 """Contract name to kernel."""

@@ -38,7 +38,7 @@ SAID = {
     "M234": "on its refilled weights",
     "M235": "refills, grows by", "M236": "does not grow each time", "M237": "does not grow each time",
     "M238": "given back at level 1, seen", "M239": "that were closed, grows by", "M240": "other bindings",
-    "M241": "free_memory() falls",
+    "M241": "free_memory() falls", "M301": "over 2 ranks",
 }  # fmt: skip
 """Words that must be in what some killers say: that the mutant died of its fault and not of an accident."""
 

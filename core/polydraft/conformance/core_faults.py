@@ -32,6 +32,7 @@ from polydraft.program.plan_bytes import PlanReader
 from polydraft.proposers.mtp import MtpProposer
 from polydraft.ranks import exchange
 from polydraft.resolve import resolve
+from polydraft.sampling import draft_vocab
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Shape
 from polydraft.step.runner import Runner
 
@@ -65,6 +66,14 @@ def a_leaf_a_rank() -> Iterator[None]:
         return change(share, blocks=tuple(change(block, mixer=mixer, feed_forward=half) for block, (mixer, half) in pairs))
 
     with mock.patch.object(engine, "of_ranks", one_leaf):
+        yield
+
+
+@contextmanager
+def scores_tokens_of_rank_0() -> Iterator[None]:
+    """Where drafts are chosen among few tokens, every rank finds the scores of its own where rank 0 has those of its own."""
+    places = draft_vocab.places_of
+    with mock.patch.object(draft_vocab, "places_of", lambda ids, share, rank: places(ids, share)):
         yield
 
 

@@ -1751,6 +1751,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "L2/combine_draft_inputs/other-parameters",
         mode_faults.by_form("combine_draft_inputs", "eps"),
     ),
+    _core(
+        "M301",
+        "a rank that finds scores of drafted tokens where another one has its own",
+        "a table that is made once for all ranks",
+        "L5/ranks/draft-vocabulary",
+        core_faults.scores_tokens_of_rank_0,
+        "ranks_in_process",
+    ),
 )
 """Every mutant of this version, by the numbers of the design's table; a number that is missing is in `CORES`."""
 

@@ -6,9 +6,12 @@ acceptance trace of every request and round. Nothing is averaged.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +20,7 @@ from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.collective_checks import look_for_ranks
 from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
-from polydraft.conformance.probe import NUM_TOKENS, oracle, prompts
+from polydraft.conformance.probe import NUM_TOKENS, VOCAB, oracle, prompts
 from polydraft.conformance.serving import Ask, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
@@ -99,9 +102,10 @@ def _checks_of_ranks() -> Iterator[Check]:
         for drafts in (0, K):
             yield Check(f"L5/ranks/N{ranks}-K{drafts}", partial(_ranks, ranks, drafts), needs=("ranks",), features=())
     yield Check("L5/ranks/experts", _experts_of_ranks, needs=("ranks",), features=())
+    needs = ("ranks", "ordered_sums", "row_invariant")
     for name, options in DEGREES.items():
-        needs = ("ranks", "ordered_sums", "row_invariant")
         yield Check(f"L5/ranks/{name}", partial(_degrees, options), needs=needs, features=(), basic=False)
+    yield Check("L5/ranks/draft-vocabulary", _few_drafted, needs=needs, features=("drafting",), basic=False)
 
 
 def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, each_step: Any = None, **options: Any) -> Engine:
@@ -241,6 +245,27 @@ def _degrees(options: dict[str, Any], target: Target, tally: Tally) -> None:
             tally.same_bits(f"log probabilities {what}", *(_told(output) for output in (mine, theirs)))
             if drafts:
                 tally.equal(f"rounds {what}", mine.rounds, theirs.rounds)
+
+
+def _few_drafted(target: Target, tally: Tally) -> None:
+    """Where drafts are chosen among few tokens, each rank scores those that are its own: rounds over 2 ranks are those of one. No
+    text shows it."""
+    look_for_ranks(target, 2)
+    asks, rounds = [Ask(prompt, arrival=i) for i, prompt in enumerate(prompts(6))], list[list[tuple[int, ...]]]()
+    drafted = np.random.default_rng(9).permutation(VOCAB)[: 2 * VOCAB // 3].tolist()  # some ranks have more of them than others
+    shared: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "dtype": "f32", "graph": "off", "invariant": True}
+    with TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts.json"
+        counts.write_text(json.dumps(dict.fromkeys(map(str, drafted), 1)), encoding="utf-8")
+        for ranks in (1, 2):
+            with target.engine(**shared, tensor_parallel=ranks, draft_tokens=K, draft_vocab=str(counts)) as engine:
+                outputs = serve(engine, asks, tally)
+            for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+                tally.equal(f"tokens of request {number} over {ranks} ranks", output.token_ids, tuple(ask.expected(0).token_ids))
+            rounds.append([output.rounds for output in outputs])
+            tally.true(f"drafts were accepted over {ranks} ranks", bool(engine.totals.accepted))
+    for number, (theirs, mine) in enumerate(zip(*rounds, strict=True)):
+        tally.equal(f"rounds of request {number} over 2 ranks", mine, theirs)
 
 
 def _told(output: RequestOutput) -> Array:

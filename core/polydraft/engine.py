@@ -389,9 +389,7 @@ class Engine:
         """Which of the ranks this is."""
         return 0 if self.group is None else self.group.rank
 
-    def _of_rank(
-        self, weights: Weights, rank: int | None = None, cut: Collection[str] = ()
-    ) -> Mapping[str, Matrix]:  # fmt: skip
+    def _of_rank(self, weights: Weights, rank: int | None = None, cut: Collection[str] = ()) -> Mapping[str, Matrix]:
         """What `rank` keeps of the tensors of a checkpoint, None for this one; all of it where there is one rank. `cut`: those
         that are given as a whole."""
         if self.group is None:

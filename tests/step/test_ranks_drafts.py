@@ -8,6 +8,7 @@ are wider than their target.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pytest
 from polydraft import Engine, SamplingParams
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.errors import CapabilityError, CheckpointError
+from polydraft.host.draft_policy import ladder
 from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import in_leaves, of_ranks
 from polydraft.models.safetensors_file import SafetensorsFile
@@ -96,6 +98,17 @@ def test_every_draft_is_that_of_one_rank(layout: str, ranks: int):
     with over(of, ranks) as running, over(of, 1) as alone:
         assert (found := drafts_at(running, asks(8))) == drafts_at(alone, asks(8))
     assert len({token for drafts in found.values() for token in drafts}) > 5
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("layout", ["sglang", "speculators, two layers", "3.1"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rounds_where_every_step_draws_its_number_of_drafts(layout: str, ranks: int):
+    """Steps without drafts keep rows on all ranks."""
+    options = {**WAYS["graphs"], "numbers": random.Random(3).choices(ladder(5), k=200)}
+    of = pair(layout, SOMETIMES)
+    with over(of, ranks, 5, **options) as running, over(of, 1, 5, **options) as alone:
+        assert texts(running) == texts(alone)
 
 
 def test_beside_a_lookup_and_checked():

@@ -19,8 +19,9 @@ from typing import Any
 
 from polydraft.backend import DeviceOptions
 from polydraft.bench import report
-from polydraft.contracts import COLLECTIVES, RmsNormV1
+from polydraft.contracts import COLLECTIVES, ResidualAddV1, RmsNormV1
 from polydraft.contracts.base import Limits
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.ranks import Exchange, Group
 from polydraft_cuda import polydraft_collectives, polydraft_open_device
 from polydraft_cuda.device import CudaDevice, device_name, driver_version
@@ -33,7 +34,7 @@ OUT = Path(__file__).resolve().parent / "results" / "collectives.json"
 
 
 def launches(device: CudaDevice, group: Group) -> dict[str, Any]:
-    """What is timed, by name: the sum alone, and with the norm behind it."""
+    """What is timed, by name: the sum alone, with the norm behind it, and joined with that."""
     found = polydraft_collectives(device, group)
     x, y, out = (device.zeros(name, (max(ROWS), WIDTH), "bf16") for name in ("x", "y", "out"))
     weight: Any = device.zeros("weight", (WIDTH,), "bf16")
@@ -41,7 +42,13 @@ def launches(device: CudaDevice, group: Group) -> dict[str, Any]:
     summed = record(x=y, step=device.zeros("step", (1,), "i32"))
     normed = RmsNormV1(x=x, weight=weight, eps=1e-6, plus_one=False, out=out)
     sums, norm = found.providers["all_reduce"].bind(summed, LIMITS, None), norms.norm(device, normed, x, y)
-    return {"all_reduce": sums, "all_reduce, residual_add+rms_norm": lambda s, n: (sums(s, n), norm(s, n))}
+    kernels: Any = found.program_pass.kernels  # type: ignore[union-attr]
+    joined = kernels["norm_of_sum"].provider.bind(CompositeArgs((summed, ResidualAddV1(x=x, y=y), normed)), LIMITS, None)
+    return {
+        "all_reduce": sums,
+        "all_reduce, residual_add+rms_norm": lambda s, n: (sums(s, n), norm(s, n)),
+        "all_reduce+residual_add+rms_norm": joined,
+    }
 
 
 def again(launch: Callable[[Any, int], object], stream: Any, rows: int) -> None:

@@ -21,6 +21,8 @@ from polydraft.contracts import (
     COLLECTIVES,
     COMPOSITES,
     REGISTRY,
+    AllReduceV1,
+    ArgmaxPairV1,
     ArgmaxV1,
     ExpertMlpV1,
     LinearV1,
@@ -177,9 +179,7 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
 def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bound]:
     """Bind a collective of one of so many ranks to arguments shaped as in the contract's cases; what was bound."""
     device, contract = PaperDevice(dtype=act, **options), COLLECTIVES[name]
-    place: Any = SimpleNamespace(
-        device=device, rank=ranks - 1, size=ranks, number=lambda: 0, region=PaperRegion, come=lambda nbytes: None
-    )
+    place = paper_place(device, ranks)
     for case in map(of_rank, default_cases(stacked(contract), 2), itertools.repeat(0)):
         values: dict[str, Any] = {}
         for key, spec in contract.args.specs().items():
@@ -194,7 +194,47 @@ def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bo
 
 
 class PaperRegion(ctypes.Structure):
-    """Stands for where ranks meet."""
+    """Stands for the memory in which ranks meet."""
+
+
+def paper_place(device: Any, ranks: int) -> Any:
+    """Where the last of so many ranks meets the others."""
+    return SimpleNamespace(
+        device=device, rank=ranks - 1, size=ranks, number=lambda: 0, region=PaperRegion, come=lambda nbytes: None,
+        rows_with_room=lambda row_bytes: 1024, rows_of_words=lambda row_bytes: 64,
+    )  # fmt: skip
+
+
+def sum_and_norm(device: Any, rows: int, width: int, act: str) -> tuple[Any, list[tuple[str, Any]]]:
+    """What ranks add up, and the launches of its sum, the residual addition and the norm."""
+    stream, branch, out = (device.empty(name, (rows, width), act) for name in ("stream", "branch", "out"))
+    gain: Any = CudaWeight("norm", device.empty("gain", (width,), act))
+    norm = RmsNormV1(x=stream, weight=gain, out=out, eps=1e-6, plus_one=False)
+    summed = AllReduceV1(x=branch, step=device.empty("step", (1,), "i32"))
+    added = CompositeArgs((ResidualAddV1(x=stream, y=branch), norm))
+    return branch, [("all_reduce", summed), ("residual_add+rms_norm", added)]
+
+
+def share_of_head(device: Any, rows: int, hidden: int, outputs: int, act: str, tokens: int) -> list[tuple[str, Any]]:
+    """A rank's share of a head of so many tokens, and the choice among those of all ranks."""
+    weight: Any = CudaWeight("linear", device.empty("weight", (outputs, hidden), act))
+    x, y = device.empty("x", (rows, hidden), act), device.empty("logits", (rows, outputs), "f32")
+    of_rows = {name: device.empty(name, (rows,), "i32") for name in ("row_slot", "tokens")}
+    choice = ArgmaxPairV1(logits=y, num_valid=tokens, step=device.empty("step", (1,), "i32"), **of_rows)
+    return [("linear", LinearV1(x=x, weight=weight, bias=None, out=y)), ("argmax_pair", choice)]
+
+
+def bind_of_ranks(shape: Shape, act: str, ranks: int, **options: Any) -> list[Bound]:
+    """Bind what one of so many ranks joins, behind a projection and not: sums with a norm, and a head with its choice."""
+    device: Any = PaperDevice(dtype=act, **options)
+    place, n = paper_place(device, ranks), shape.rows
+    branch, launches = sum_and_norm(device, n, shape.hidden, act)
+    weight: Any = CudaWeight("linear", device.empty("weight", (shape.hidden, shape.hidden), act))
+    project = LinearV1(x=device.empty("x", (n, shape.hidden), act), weight=weight, bias=None, out=branch)
+    _bind(device, launches, shape, place)
+    _bind(device, [("linear", project), *launches], shape, place)
+    _bind(device, share_of_head(device, n, shape.hidden, HEAD // 2, act, HEAD // 2 * ranks), shape, place)
+    return device.bound  # type: ignore[no-any-return]
 
 
 # -- shapes of real models, which take other kernels than the small cases of contracts -------------------------------------
@@ -384,12 +424,13 @@ def _limits(shape: Shape) -> Limits:
     return Limits(8, shape.window - 1, shape.rows, shape.rows, 1024, shape.block_size, 64, 64, 4, 32000)
 
 
-def _bind(device: Any, launches: Sequence[tuple[str, Any]], shape: Shape) -> None:
-    """Bind these launches one by one, and what the pass makes of them."""
+def _bind(device: Any, launches: Sequence[tuple[str, Any]], shape: Shape, place: Any = None) -> None:
+    """Bind these launches one by one, and what the pass makes of them. `place`: where ranks meet, if there are several."""
     limits, nodes = _limits(shape), [Node(name, args, "rows", "stage") for name, args in launches]
-    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
-    found = brought.rewrite(UnboundProgram("shape", tuple(nodes), frozenset(kernels()), limits))
-    providers: list[tuple[Any, Any]] = [(CudaProvider(kernels()[name], device), args) for name, args in launches]
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device), place=place)
+    served = {**kernels(), **(collectives(place) if place else {})}
+    found = brought.rewrite(UnboundProgram("shape", tuple(nodes), frozenset(served), limits))
+    providers: list[tuple[Any, Any]] = [(CudaProvider(served[name], device), args) for name, args in launches]
     providers += [
         (brought.kernels[one.kernel].provider, CompositeArgs(one.records)) for one in found if isinstance(one, Rewritten)
     ]

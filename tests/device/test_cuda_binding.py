@@ -5,7 +5,17 @@ import pytest
 from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft_cuda.kernels import kernels
-from tests.device.paper import SHAPES, Bound, Shape, bind_collectives, bind_on_paper, bind_shape, given, parameters
+from tests.device.paper import (
+    SHAPES,
+    Bound,
+    Shape,
+    bind_collectives,
+    bind_of_ranks,
+    bind_on_paper,
+    bind_shape,
+    given,
+    parameters,
+)
 from tests.support.launched import launched
 
 pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
@@ -47,6 +57,16 @@ def test_so_do_the_kernels_of_real_shapes(shape: Shape, act: str, arch: str):
         assert len(bound) >= 6
         for one in bound:
             held_to_its_source(one)
+
+
+@pytest.mark.parametrize("act", ["f32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+def test_so_do_those_that_ranks_join(shape: Shape, act: str):
+    bound = bind_of_ranks(shape, act, 2)
+    assert {"norm_of_few", "norm_of_sum"} <= {one.name for one in bound}
+    assert ("argmax_keys" in {one.name for one in bound}) == (act == "bf16")
+    for one in bound:
+        held_to_its_source(one)
 
 
 def test_every_contract_that_something_launches_is_served():

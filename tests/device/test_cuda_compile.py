@@ -17,7 +17,7 @@ from polydraft.contracts.packing import PACKINGS
 from polydraft.errors import DeviceError
 from polydraft_cuda import compiler
 from polydraft_cuda.kernels import kernels
-from tests.device.paper import SHAPES, bind_collectives, bind_on_paper, bind_packed, bind_shape
+from tests.device.paper import SHAPES, bind_collectives, bind_of_ranks, bind_on_paper, bind_packed, bind_shape
 from tests.support.depth import first
 
 try:
@@ -45,8 +45,10 @@ def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple
             for case, invariant in itertools.product(cases, (False, True)):
                 for one in bind_on_paper(name, case, act, arch=arch, row_invariant=invariant):
                     found.add((one.source, tuple(sorted(one.defines.items()))))
-    for name, act, ranks in itertools.product(COLLECTIVES.names(), acts, (2, 4)):
-        found |= {(one.source, tuple(sorted(one.defines.items()))) for one in bind_collectives(name, act, ranks, arch=arch)}
+    for act, ranks in itertools.product(acts, (2, 4)):
+        bound = [one for name in COLLECTIVES.names() for one in bind_collectives(name, act, ranks, arch=arch)]
+        bound += [one for shape in SHAPES for one in bind_of_ranks(shape, act, ranks, arch=arch)]
+        found |= {(one.source, tuple(sorted(one.defines.items()))) for one in bound}
     for packing, act, invariant in itertools.product(PACKINGS, acts, (False, True)):
         bound = [
             one

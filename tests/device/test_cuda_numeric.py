@@ -337,10 +337,10 @@ def sources(found: list[tuple[str, str, dict[str, Any]]], define: str) -> list[t
     return [(source, defines.get(define)) for source, _, defines in found]
 
 
-def gate_and_up(device: Any) -> tuple[Named, Named]:
+def gate_and_up(device: Any, width: int = 11008) -> tuple[Named, Named]:
     """A projection large enough to be one launch with its activation, and that."""
-    up, _ = projection(device, 22016, 4096)
-    return ("linear", up), ("swiglu", SwigluV1(gate_up=up.out, out=device.empty("gated", (512, 11008), device.dtype)))
+    up, _ = projection(device, 2 * width, 4096)
+    return ("linear", up), ("swiglu", SwigluV1(gate_up=up.out, out=device.empty("gated", (512, width), device.dtype)))
 
 
 def test_an_activation_is_one_launch_with_its_projection(library: bool):
@@ -352,6 +352,10 @@ def test_an_activation_is_one_launch_with_its_projection(library: bool):
     assert sources(both(129), "GATED") == sources(both(256), "GATED") == [("linear_split.cu", 1)]
     assert sources(both(257), "GATED")[-1] == ("mlp.cu", None)
     assert len(both(257)) == (2 if library else 3)
+    half = bound(device, *gate_and_up(device, 5504))
+    assert [sources(half(n), "GATED") for n in (32, 33, 128)] == [[("linear_rows.cu", 1)], *[[("linear_split.cu", 1)]] * 2]
+    assert [defines["TOKENS"] for n in (33, 64, 65) for _, _, defines in half(n)] == [64, 64, 128]
+    assert sources(half(129), "GATED")[-1] == ("mlp.cu", None)
     elsewhere = SwigluV1(gate_up=device.empty("elsewhere", (512, 22016), "bf16"), out=activate[1].out)
     assert shown(device, project, ("swiglu", elsewhere)) == ["linear", "swiglu"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -22,18 +23,26 @@ from polydraft.backend import DeviceOptions
 from polydraft.conformance import collective_checks
 from polydraft.conformance.harness import run_kernel
 from polydraft.conformance.target import Target
-from polydraft.contracts import COLLECTIVES
-from polydraft.contracts.base import Case
+from polydraft.contracts import COLLECTIVES, AllReduceV1, ArgmaxPairV1, LinearV1, ResidualAddV1, RmsNormV1
+from polydraft.contracts.base import Case, Limits
 from polydraft.contracts.compare import from_host, to_host
+from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.models import Checkpoint
+from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft.ranks import Exchange, Group
+from polydraft.sentinels import NO_TOKEN
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.collectives import _blocks
+from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.probe import look
+from polydraft_cuda.program_pass import CudaPass
 from polydraft_cuda.ranks import CHUNK, MeetingPlace, span
+from polydraft_cuda.storage import CudaWeight
+from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_norm
 from tests.step.test_ranks_faults import run
 from tests.support import tiny
 from tests.support.of_ranks import OPTIONS, asks
@@ -41,6 +50,7 @@ from tests.support.runs import drive, essence
 
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
+LIMITS = Limits(64, 3, 512, 256, 1024, 16, 64, 64, 4, 151680)
 on_two = pytest.mark.skipif(len(look().devices) < 2, reason="needs two GPUs that reach each other's memory")
 
 
@@ -73,6 +83,50 @@ def test_a_stretch_holds_what_a_block_brings():
                 each = math.ceil(n * row_bytes / _blocks(row_bytes)(n))
                 brought = math.ceil(each / 16) * 16
                 assert brought <= span(capacity), f"{n} rows of {row_bytes} bytes, {capacity} at most"
+
+
+def joined(device: Any, place: Any, *launches: tuple[str, Any], readers: tuple[tuple[str, Any], ...] = ()) -> list[str]:
+    """What the pass makes of these launches of a rank, with `readers` in the other program of the step, by name."""
+    nodes, others = ([Node(name, args, "rows", "stage") for name, args in each] for each in (launches, readers))
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device), place=place)
+    served = frozenset((*kernels(), *COLLECTIVES.names()))
+    found = brought.rewrite(UnboundProgram("a program", tuple(nodes), served, LIMITS, (others,)))
+    return [one.kernel if isinstance(one, Rewritten) else one.contract for one in found]  # type: ignore[union-attr]
+
+
+def test_a_sum_takes_the_norm_behind_it_where_a_block_can_keep_rows():
+    device: Any = PaperDevice()
+    place = paper_place(device, 2)
+    branch, launches = sum_and_norm(device, 512, 4096, "bf16")
+    weight: Any = CudaWeight("linear", device.empty("w", (4096, 4096), "bf16"))
+    x, y = (device.empty(name, (512, 4096), "bf16") for name in "xy")
+    written, between = (("linear", LinearV1(x=x, weight=weight, bias=None, out=out)) for out in (branch, y))
+    assert joined(device, place, written, *launches) == ["linear", "early_norm_of_sum"]
+    assert joined(device, place, written, between, *launches) == ["linear", "linear", "norm_of_sum"]
+    apart = [name for name, _ in launches]
+    reads = "linear", LinearV1(x=branch, weight=weight, bias=None, out=x)
+    assert joined(device, place, written, *launches, readers=(reads,)) == ["linear", *apart]
+    assert joined(device, place, *launches) == apart, "it reads what it has left there itself"
+    assert joined(device, None, written, *launches)[1:] == apart
+    other, odd = sum_and_norm(device, 512, 4098, "bf16")
+    written = "linear", LinearV1(x=x, weight=weight, bias=None, out=other)
+    assert joined(device, place, written, *odd)[1:] == apart, "rows are no whole vectors"
+
+
+def test_ranks_choose_where_logits_are_computed_unless_some_are_padding():
+    device: Any = PaperDevice()
+    for outputs, tokens, wanted in ((75840, 151680, True), (75840, 151679, False), (4096, 8192, False)):
+        launches = share_of_head(device, 64, 4096, outputs, "bf16", tokens)
+        found = joined(device, paper_place(device, 2), *launches)
+        assert found == (["chosen_of_ranks"] if wanted else ["linear", "argmax_pair"])
+        assert joined(device, None, *launches) == ["linear", "argmax_pair"]
+
+
+def test_few_rows_are_brought_as_words_and_no_more_than_blocks_have_room_for_whole():
+    place = MeetingPlace(SimpleNamespace(), Group(0, 2, Exchange.of_threads(2, 1 << 20)[0]))  # type: ignore[arg-type]
+    assert span(1 << 20) == 8192
+    assert [place.rows_with_room(row_bytes) for row_bytes in (2048, 4096, 8192, 8208)] == [512, 256, 128, 0]
+    assert [place.rows_of_words(row_bytes) for row_bytes in (8192, 16384, 16400)] == [16, 16, 0]
 
 
 def test_more_than_a_region_has_room_for_is_refused():
@@ -152,7 +206,213 @@ def test_sums_of_many_blocks_are_rounded_once(size: int, act: str):
         device.close()
 
 
+class OfRank:
+    """One of several ranks of this process, which has a stream of rows, a branch that ranks add up, and the launches behind it:
+    apart and joined."""
+
+    def __init__(self, rank: int, exchanges: list[Exchange], act: str, rows: int, width: int, *, spec: str) -> None:
+        self.rank, self.act, self.shape = rank, act, (rows, width)
+        self.device: Any = polydraft_cuda.polydraft_open_device(spec, DeviceOptions(act, rank=rank))
+        self.table: Any = polydraft_cuda.polydraft_kernels(self.device)
+        self.ours: Any = polydraft_cuda.polydraft_collectives(self.device, Group(rank, len(exchanges), exchanges[rank]))
+        self.kernels: Any = self.ours.program_pass.kernels  # type: ignore[union-attr]
+        self.stream, self.branch, self.out = (self.device.zeros(name, self.shape, act) for name in ("x", "y", "out"))
+        gain = np.random.default_rng(5).uniform(0.5, 2, width).astype(np.float32)
+        step = self.device.zeros("step", (1,), "i32")
+        normed = RmsNormV1(
+            x=self.stream, weight=self.table.prepare_weight("norm", gain, act), eps=1e-6, plus_one=False, out=self.out
+        )
+        added = ResidualAddV1(x=self.stream, y=self.branch)
+        summed = AllReduceV1(x=self.branch, step=step)
+        self.apart = [
+            self.ours.providers["all_reduce"].bind(summed, LIMITS, None),
+            self.table.providers["residual_add+rms_norm"].bind(CompositeArgs((added, normed)), LIMITS, None),
+        ]
+        self.joined = {
+            name: self.kernels[name].provider.bind(CompositeArgs((summed, added, normed)), LIMITS, None)
+            for name in ("norm_of_sum", "early_norm_of_sum")
+        }
+
+    def load(self, seed: int) -> None:
+        """The stream and the normed rows are those of all ranks, the branch each rank's own."""
+        for buffer, whose in ((self.stream, 0), (self.out, 0), (self.branch, self.rank + 1)):
+            rows = np.random.default_rng((seed, whose)).standard_normal(self.shape).astype(np.float32)
+            self.device.load(buffer, to_host(rows, self.act))
+
+    def found(self) -> tuple[Any, Any]:
+        return tuple(self.device.read(one.pointer, one.shape, self.act) for one in (self.stream, self.out))  # type: ignore[return-value]
+
+
+def of_ranks(
+    size: int, act: str, rows: int, width: int, *, spec: str, room: int = 1 << 24, patience_s: float = 20.0
+) -> list[OfRank]:
+    exchanges = Exchange.of_threads(size, room, patience_s)
+    return [OfRank(rank, exchanges, act, rows, width, spec=spec) for rank in range(size)]
+
+
+def bound(device: Any, provider: Any, *records: Any) -> Any:
+    """A launch with as much workspace as it wants."""
+    args = CompositeArgs(records) if len(records) > 1 else records[0]
+    nbytes = provider.workspace_bytes(args, LIMITS)
+    workspace = SimpleNamespace(buffer=device.zeros("workspace", (max(nbytes, 1),), "u8"), nbytes=nbytes)
+    return provider.bind(args, LIMITS, workspace)
+
+
+ROOM = 1 << 24
+JOINED = [
+    (2, 1, 64, ROOM), (2, 5, 4096, ROOM), (2, 16, 4104, ROOM), (2, 17, 5120, ROOM), (2, 64, 12288, ROOM), (2, 200, 4096, ROOM),
+    (2, 300, 8192, ROOM), (2, 40, 12288, 40 * 12288 * 4), (3, 15, 4096, ROOM), (3, 70, 520, ROOM), (4, 33, 2048, ROOM),
+]  # fmt: skip
+"""Ranks, rows, width and room: rows of one vector, of some for each thread and of a part of that; as words, by flags, several a
+block, and apart where blocks have no room for whole ones."""
+
+
+@on_a_gpu
+@pytest.mark.parametrize("act", polydraft_cuda.CAPABILITIES.rank_dtypes)
+@pytest.mark.parametrize(("size", "rows", "width", "room"), JOINED)
+def test_a_norm_joined_to_a_sum_has_the_bits_of_both(size: int, rows: int, width: int, room: int, act: str):
+    """Several times, so that both turns of the regions are used, and beside sums alone. Ranks that share a GPU launch nothing
+    behind a sum that waits for others, which may lack its place meanwhile."""
+    ranks = of_ranks(size, act, rows, width, spec="cuda:0,0,0,0", room=room)
+
+    def work(one: OfRank) -> Any:
+        def run() -> list[Any]:
+            found = []
+            for seed in range(3):
+                for launches in (one.apart, *([joined] for joined in one.joined.values())):
+                    one.load(seed)
+                    for launch in launches:
+                        launch(one.device.stream, rows)
+                        one.device.synchronize()
+                    found.append(one.found())
+            return found
+
+        return run
+
+    for found in collective_checks.together([work(one) for one in ranks]):
+        assert not isinstance(found, Exception), found
+        for apart, *others in (found[i : i + 3] for i in range(0, len(found), 3)):
+            assert np.isfinite(from_host(apart[1], act)).all()
+            for other in others:
+                for got, wanted in zip(other, apart, strict=True):
+                    np.testing.assert_array_equal(got, wanted)
+    for one in ranks:
+        one.device.close()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_choose_the_highest_logit_of_all_by_what_their_heads_keep(size: int):
+    """Whether heads are looked at by bytes first, read whole, or write logits. Rows without a slot or with NaN choose nothing."""
+    hidden, share, most = 128, 67584, 300
+    rng, exchanges = np.random.default_rng(size), Exchange.of_threads(size, 1 << 20, 20.0)
+    whole = from_host(to_host(rng.standard_normal((size * share, hidden), np.float32), "bf16"), "bf16").astype(np.float32)
+    x = from_host(to_host(rng.standard_normal((most, hidden), np.float32), "bf16"), "bf16").astype(np.float32)
+    slots = np.where(np.arange(most) % 7 == 3, -1, 0).astype(np.int32)
+    wanted = np.where(slots < 0, NO_TOKEN, np.argmax(x.astype(np.float64) @ whole.T, axis=1))
+    x[4], wanted[4] = np.nan, NO_TOKEN
+
+    def work(rank: int) -> Any:
+        def run() -> list[Any]:
+            device: Any = polydraft_cuda.polydraft_open_device("cuda:0,0,0", DeviceOptions("bf16", rank=rank))
+            table = polydraft_cuda.polydraft_kernels(device)
+            ours: Any = polydraft_cuda.polydraft_collectives(device, Group(rank, size, exchanges[rank]))
+            weight = table.prepare_weight("linear", whole[rank * share : (rank + 1) * share], "bf16")
+            rows, logits = device.zeros("x", x.shape, "bf16"), device.zeros("logits", (most, share), "f32")
+            row_slot, tokens, step = (device.zeros("ids", (n,), "i32") for n in (most, most, 1))
+            device.load(rows, to_host(x, "bf16"))
+            device.load(row_slot, slots)
+            project = LinearV1(x=rows, weight=weight, bias=None, out=logits)
+            choice = ArgmaxPairV1(logits=logits, row_slot=row_slot, num_valid=size * share, tokens=tokens, step=step)
+            launch, found = bound(device, ours.program_pass.kernels["chosen_of_ranks"].provider, project, choice), []
+            for n in (1, 8, 64, 100, 200, most):
+                device.load(tokens, np.full(most, 7, np.int32))
+                launch(device.stream, n)
+                found.append(device.read(tokens.pointer, tokens.shape, "i32"))
+                assert (found[-1][n:] == 7).all()
+            device.close()
+            return found
+
+        return run
+
+    for found in collective_checks.together([work(rank) for rank in range(size)]):
+        assert not isinstance(found, Exception), found
+        for n, tokens in zip((1, 8, 64, 100, 200, most), found, strict=True):
+            np.testing.assert_array_equal(tokens[:n], wanted[:n])
+
+
 # -- on two -------------------------------------------------------------------------------------------
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (64, 4096), (256, 4096), (3, 5120)])
+def test_captured_norms_of_sums_add_to_the_newest_stream(rows: int, width: int):
+    """The stream is read while the projection in front still runs, over and over."""
+    ranks = of_ranks(2, "bf16", rows, width, spec="cuda:0")
+
+    def work(one: OfRank) -> Any:
+        def run() -> list[Any]:
+            device = one.device
+            weight = np.random.default_rng((9, one.rank)).standard_normal((width, width), np.float32) / 100
+            prepared = one.table.prepare_weight("linear", weight, "bf16")
+            project = bound(
+                device, one.table.providers["linear"], LinearV1(x=one.out, weight=prepared, bias=None, out=one.branch)
+            )
+
+            def steps(*launches: Any) -> None:
+                for launch in (project, *launches) * 30:
+                    launch(device.stream, rows)
+
+            one.load(2)
+            steps(*one.apart)
+            found = [one.found()]
+            capture = polydraft_cuda.polydraft_graph_capture(device)
+            graph = capture.capture(device.stream, lambda: steps(one.joined["early_norm_of_sum"]))
+            for _ in range(3):
+                one.load(2)
+                graph.replay(device.stream)
+                found.append(one.found())
+            return found
+
+        return run
+
+    first, second = collective_checks.together([work(one) for one in ranks])
+    for found in (first, second):
+        assert not isinstance(found, Exception), found
+        assert np.isfinite(from_host(found[0][1], "bf16")).all()
+        for one in found:
+            for got, wanted in zip(one, first[0], strict=True):
+                np.testing.assert_array_equal(got, wanted)
+    for one in ranks:
+        one.device.close()
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize("n", [4, 100])
+@pytest.mark.parametrize("comes", ["not", "for more rows"])
+def test_a_joined_sum_that_a_rank_does_not_come_to_names_it(comes: str, n: int):
+    ranks = of_ranks(2, "bf16", 128, 512, spec="cuda:0", patience_s=1.0)
+
+    def work(one: OfRank) -> Any:
+        def run() -> None:
+            launch = one.joined["norm_of_sum"]
+            one.load(1)
+            launch(one.device.stream, n)
+            one.device.synchronize()
+            if one.rank == 0 or comes != "not":
+                launch(one.device.stream, n + one.rank)
+            one.device.synchronize()
+
+        return run
+
+    begin = time.monotonic()
+    found = collective_checks.together([work(one) for one in ranks])
+    assert time.monotonic() - begin < 10
+    assert isinstance(found[0], DeviceError)
+    parts = f"rank 1 came for all_reduce .*{n + 1} rows.*, rank 0 for .*{n} rows"
+    assert re.search("rank 1 did not come to .*all_reduce" if comes == "not" else parts, str(found[0]))
+
+
 @contextmanager
 def over(ranks: int, model: str, **options: Any) -> Iterator[Engine]:
     """An engine of the CUDA backend, closed behind the block."""

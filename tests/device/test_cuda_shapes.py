@@ -104,7 +104,10 @@ def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shap
             assert (np.abs(found - wanted) <= allowed).all(), (inputs, outputs, n, float(np.abs(found - wanted).max()))
 
 
-@pytest.mark.parametrize(("inputs", "width", "most"), [(512, SHAPES[0].ffn, 256), (2560, 3072, 128), (4096, 1408, 128)])
+@pytest.mark.parametrize(
+    ("inputs", "width", "most"),
+    [(512, SHAPES[0].ffn, 256), (2560, 3072, 128), (4096, 1408, 128), (1024, SHAPES[0].ffn // 2, 128)],
+)
 def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice, inputs: int, width: int, most: int):
     rows = 257
     projection, gated = Projection(opened, inputs, 2 * width, rows=rows), opened.empty("gated", (rows, width), opened.dtype)

@@ -7,13 +7,15 @@ module binds none. Nothing is remembered from one program to the next, and no pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from polydraft.contracts.base import Provider
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import attention, linear, norms, routed
+from polydraft_cuda.kernels import attention, collectives, linear, norms, routed
 from polydraft_cuda.kernels.provider import Kernel
+from polydraft_cuda.ranks import MeetingPlace
 
 Lend = Callable[[Any], Any]
 """An argument record as kernels of this package see it."""
@@ -43,13 +45,28 @@ KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
 """Kernels of the pass by name: the contracts that each computes, and its binding."""
 
 
-class CudaPass:
-    """The `ProgramPass` of one device. `provider` makes a provider of a kernel, `lend` says what it will see of a record."""
+def kernels_of_ranks(place: MeetingPlace) -> Mapping[str, tuple[tuple[str, ...], Kernel]]:
+    """The same of those that meet other ranks, at `place`."""
+    summed = ("all_reduce", "residual_add", "rms_norm")
+    return {
+        "norm_of_sum": (summed, Kernel(partial(collectives.norm_of_sum, place, False))),
+        "early_norm_of_sum": (summed, Kernel(partial(collectives.norm_of_sum, place, True))),
+        "chosen_of_ranks": (("linear", "argmax_pair"), Kernel(partial(collectives.chosen, place), _of_projection)),
+    }
 
-    def __init__(self, device: CudaDevice, provider: Callable[[Kernel], Provider], lend: Lend = lambda record: record) -> None:
-        self._device, self._lend = device, lend
+
+class CudaPass:
+    """The `ProgramPass` of one device. `provider` makes a provider of a kernel, `lend` says what it will see of a record, and
+    `place` is where ranks meet, if there are several."""
+
+    def __init__(
+        self, device: CudaDevice, provider: Callable[[Kernel], Provider], lend: Lend = lambda record: record,
+        place: MeetingPlace | None = None,
+    ) -> None:  # fmt: skip
+        self._device, self._lend, self._place = device, lend, place
+        kernels = {**KERNELS, **(kernels_of_ranks(place) if place else {})}
         self.kernels: Mapping[str, OwnKernel] = {
-            name: OwnKernel(parts, provider(kernel)) for name, (parts, kernel) in KERNELS.items()
+            name: OwnKernel(parts, provider(kernel)) for name, (parts, kernel) in kernels.items()
         }
 
     def rewrite(self, program: UnboundProgram) -> Sequence[Entry]:
@@ -69,6 +86,9 @@ class CudaPass:
         yield self._turned(program, place)
         yield self._routed(program, place)
         yield self._early(program, place)
+        if self._place is not None:
+            yield self._norm_of_sum(program, place)
+            yield self._chosen_of_ranks(program, place, self._place)
 
     def _gated(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("linear", "swiglu"))
@@ -133,6 +153,30 @@ class CudaPass:
         if not nodes or not _is_written_in_front(program, place, _args(nodes)[0].parts[0].y):
             return None
         return Rewritten(nodes, "early_norm", "the stream is read while the projection in front still runs")
+
+    def _norm_of_sum(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("all_reduce", "residual_add+rms_norm"))
+        if not nodes:
+            return None
+        summed, composite = _args(nodes)
+        added, normed = composite.parts
+        if added.y is not summed.x or not collectives.takes_norm(summed, added, normed):
+            return None
+        early = _is_written_in_front(program, place, summed.x)
+        why = "a rank adds and norms the rows that it has summed, and does not store the sum, which nobody else reads"
+        also = "; the stream is read while the projection in front still runs" if early else ""
+        run = Rewritten(nodes, "early_norm_of_sum" if early else "norm_of_sum", why + also, (summed.x,))
+        return _unless_read(program, place, run)
+
+    def _chosen_of_ranks(self, program: UnboundProgram, place: int, meeting: MeetingPlace) -> Rewritten | None:
+        nodes = _run(program, place, ("linear", "argmax_pair"))
+        if not nodes:
+            return None
+        project, choice = _args(nodes)
+        if choice.logits is not project.out or not collectives.takes_choice(meeting, self._device, project, choice):
+            return None
+        why = "ranks exchange the highest logit of a row as heads find it; logits are not stored, and nobody else reads them"
+        return _unless_read(program, place, Rewritten(nodes, "chosen_of_ranks", why, (project.out,)))
 
 
 def _run(program: UnboundProgram, place: int, contracts: Sequence[str]) -> tuple[Node, ...]:

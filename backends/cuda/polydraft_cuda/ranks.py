@@ -26,10 +26,14 @@ from polydraft.ranks.exchange import KINDS
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.ipc import HANDLE_BYTES
 
-BLOCKS: Final = 64
+BLOCKS: Final = 128
 """Blocks of a launch at most."""
 CHUNK: Final = 4096
 """Bytes that a block brings before another one helps it."""
+WORD_ROWS: Final = 16
+"""Rows that are brought as words which carry their count, at most: twice the bytes, and no wait for a flag."""
+WORD_BYTES: Final = 32 << 10
+"""Of such words of a row."""
 MOST_RANKS: Final = 8
 _DEAD: Final = 16
 """Words in front of the flags (`collectives.cu`)."""
@@ -52,6 +56,14 @@ class MeetingPlace:
         self.device, self.rank, self.size, self._group = device, group.rank, group.size, group
         self._region: Any = None
         self._found = self._crowded = False
+
+    def rows_with_room(self, row_bytes: int) -> int:
+        """Rows of a launch whose blocks have whole ones, at most."""
+        return span(self._group.exchange.capacity) // row_bytes * BLOCKS
+
+    def rows_of_words(self, row_bytes: int) -> int:
+        """Rows that are brought as words which carry their count."""
+        return WORD_ROWS if 2 * row_bytes <= WORD_BYTES else 0
 
     def number(self) -> int:
         """Of the next launch, counted in the order in which a rank binds them."""
@@ -80,7 +92,8 @@ class MeetingPlace:
     def _made(self) -> Any:
         device, exchange = self.device, self._group.exchange
         each = span(exchange.capacity)
-        memory = device.empty("ranks.region", (8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * BLOCKS * each,), "u8")
+        nbytes = 8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * (BLOCKS * each + WORD_ROWS * WORD_BYTES)
+        memory = device.empty("ranks.region", (nbytes,), "u8")
         device.fill_bytes(memory, 0)
         counts = device.zeros("ranks.counts", (BLOCKS,), "i32")  # waits, for the memory as well
         words = device.staging("ranks.words", (2, 8 * 8), "u8")
@@ -91,12 +104,13 @@ class MeetingPlace:
         patience = 0 if math.isinf(exchange.patience_s) else int(exchange.patience_s * 1e9)
         fields = [
             ("memory", ctypes.c_uint64 * self.size), ("counts", ctypes.c_uint64), ("stop", ctypes.c_uint64),
-            ("fault", ctypes.c_uint64), ("patience_ns", ctypes.c_int64), ("span", ctypes.c_int64), ("rank", ctypes.c_int32),
-            ("blocks", ctypes.c_int32),
+            ("fault", ctypes.c_uint64), ("patience_ns", ctypes.c_int64), ("span", ctypes.c_int64), ("word_span", ctypes.c_int64),
+            ("rank", ctypes.c_int32), ("blocks", ctypes.c_int32), ("word_blocks", ctypes.c_int32),
         ]  # fmt: skip
         kind = type("Region", (ctypes.Structure,), {"_fields_": fields})
         nowhere = (ctypes.c_uint64 * self.size)()
-        return kind(nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8, patience, each, self.rank, BLOCKS)
+        pointers = nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8
+        return kind(*pointers, patience, each, WORD_BYTES, self.rank, BLOCKS, WORD_ROWS)
 
     def _find(self) -> None:
         told, group, fault = self._group.exchange.share(self._told(self._memory)), self._group, self._fault
@@ -156,8 +170,13 @@ def _watch(place: weakref.ref[MeetingPlace], group: Group, stop: Any) -> None:
 def collectives(device: CudaDevice, group: Group) -> Collectives:
     """All of them, on one device. Nothing is exchanged yet."""
     from polydraft_cuda.kernels.collectives import kernels
-    from polydraft_cuda.kernels.provider import CudaProvider
+    from polydraft_cuda.kernels.provider import CudaProvider, Kernel
+    from polydraft_cuda.program_pass import CudaPass
 
-    made = kernels(MeetingPlace(device, group))
-    providers = {name: CudaProvider(kernel, device) for name, kernel in made.items()}
-    return Collectives(providers, {name: COLLECTIVES[name].version for name in providers})
+    def provider(kernel: Kernel) -> CudaProvider:
+        return CudaProvider(kernel, device)
+
+    place = MeetingPlace(device, group)
+    providers = {name: provider(kernel) for name, kernel in kernels(place).items()}
+    versions = {name: COLLECTIVES[name].version for name in providers}
+    return Collectives(providers, versions, CudaPass(device, provider, place=place))

@@ -58,7 +58,9 @@ SPLIT_BYTES = 205 << 10
 MOST_SMALL_TILE_ROWS: Final = 0
 """Rows up to which `linear_tile` takes gate and up that two blocks a tile could take as well."""
 GATED = Split(256, 0, 1, 4, 1)
-"""The size of `linear_split` for gate and up with more rows than `linear_rows` takes; its width is a block's even share."""
+"""The size of `linear_split` for gate and up where a block has many outputs; its width is a block's even share."""
+LEAST_GATED: Final = 80
+"""Outputs of a block from which on that is faster for gate and up than two launches."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
@@ -164,8 +166,8 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     a, activation = args.parts
     out = activation.out
     steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
-    if steps and rows_of(device, a) >= 128 and (many := split(device, a, GATED._replace(width=rows_of(device, a, 8)), out)):
-        steps.append((GATED.rows, many))
+    if steps:
+        steps += [(size.rows, one) for size in gated_splits(device, a) if (one := split(device, a, size, out))]
     shared = split_sizes(device, a)
     most = min(tile_rows(device, a), MOST_SMALL_TILE_ROWS if shared else 1 << 30)
     if not steps and most:
@@ -178,6 +180,15 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     return by_rows([*steps, (1 << 30, apart)])
 
 
+def gated_splits(device: CudaDevice, a: Any) -> tuple[Split, ...]:
+    """Sizes in which `linear_split` takes gate and up with more rows than `linear_rows` does, a block each."""
+    share, width = rows_of(device, a), rows_of(device, a, 8)
+    if share >= 128:
+        return (GATED._replace(width=width),)
+    sizes = SPLIT_SIZES[1:] if share >= LEAST_GATED else ()
+    return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 1) for n, chunks in sizes)
+
+
 def is_chosen_from(device: CudaDevice, a: Any) -> bool:
     """Whether the choice of each row's highest output is faster without writing outputs: those of a large head, whose blocks have
     tiles of their own."""
@@ -185,15 +196,22 @@ def is_chosen_from(device: CudaDevice, a: Any) -> bool:
 
 
 def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
-    """A head and the choice of each row's highest output, of an unpadded vocabulary. Every warp keeps the best of its own (value
-    and id, [warps, rows, 2]), and those are looked at. Where the weight has bytes a first look by them is taken, and the rest
-    runs only where that has given up. Many rows are two launches that write logits. Where rows have to be invariant there is no
-    look, whose products are summed in another order."""
+    """A head and the choice of each row's highest output, of an unpadded vocabulary. Many rows are two launches that write
+    logits."""
     a, _, choice = args.parts
+    apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
+    return by_rows([*kept_choices(device, a, choice, workspace), (1 << 30, apart)])
+
+
+def kept_choices(device: CudaDevice, a: Any, choice: Any, workspace: Any) -> list[tuple[int, Launch]]:
+    """Launches of a head that leave an argmax's choice (or its `Keys`) and write no logits, by the rows that they take at most.
+    Every warp keeps the best of its own (value and id, [warps, rows, 2]), and those are looked at. Where the weight has bytes a
+    first look by them is taken, and the rest runs only where that has given up. Where rows have to be invariant there is no look,
+    whose products are summed in another order."""
     most, sizes = min(int(a.x.shape[0]), tile_rows(device, a)), sizes_of(device, a)
     rounded, before = rounding(device, a, workspace)
     looks = screen.MOST_ROWS if not device.row_invariant and screen.screen_of(device, a) is not None else 0
-    steps = []
+    steps: list[tuple[int, Launch]] = []
     for size in (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1].rows < most):
         first, state = [], None
         if size.rows <= looks:
@@ -203,8 +221,7 @@ def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Lau
         device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
         keep = tile(device, a, workspace, size, 0, best=best, state=state, rounded=rounded)
         steps.append((min(size.rows, most), sequence(*before, *first, keep, argmax_among(device, choice, best, state))))
-    apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
-    return by_rows([*steps, (1 << 30, apart)])
+    return steps
 
 
 def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:

@@ -3,73 +3,24 @@
 // One block a row. A row is read once, 16 bytes a thread, and kept in registers; widths that do not fit that are read twice.
 // Defines: ACT, VECTORS (16-byte vectors of a row that one thread keeps; 0 for any width), PLUS_ONE, EARLY (x is read before the launch
 // in front has ended: it is a projection, which lets this one come only once it has seen what was before it, x among that).
-#include "tensor.cuh"
-
-constexpr int LANES = 16 / sizeof(act_t);
-struct alignas(16) Vector { act_t e[LANES]; };
-
-__device__ __forceinline__ float gain(act_t weight) { return PLUS_ONE ? 1.f + to_float(weight) : to_float(weight); }
-
-// Sum over the block, for every thread: each warp adds up what all warps have found. `scratch`: 32 floats, used once.
-__device__ __forceinline__ float total(float x, float* scratch) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x + 31) >> 5;
-    x = warp_sum(x);
-    if (lane == 0) scratch[warp] = x;
-    __syncthreads();
-    return warp_sum(lane < warps ? scratch[lane] : 0.f);
-}
-
-#if VECTORS
-__device__ __forceinline__ void load_row(Vector (&kept)[VECTORS], const act_t* row, int width) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int at = (v * blockDim.x + threadIdx.x) * LANES;
-        if (at >= width) continue;
-        const float4 bits = __ldcg((const float4*)(row + at));
-        kept[v] = *(const Vector*)&bits;
-    }
-}
-#endif
+#include "norms.cuh"
 
 // `x` is replaced by x + y, rounded, where `y` is given; `out` gets the norm of what then is in x. `hide`: take zeros for x.
 __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
 #if VECTORS
-    Vector kept[VECTORS], gains[VECTORS];
-    float squares = 0.f;
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int at = (v * blockDim.x + threadIdx.x) * LANES;
-        if (at < width) gains[v] = *(const Vector*)(weight + at);
-    }
-    Vector more[VECTORS];
+    Vector kept[VECTORS], gains[VECTORS], more[VECTORS];
+    load_gains(gains, weight, width);
     if (EARLY) load_row(kept, x, width);
     wait_for_previous();
     if (!EARLY) load_row(kept, x, width);
-    if (y) load_row(more, y, width);  // all of both before the first is stored: x and y may be the same to the compiler
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int at = (v * blockDim.x + threadIdx.x) * LANES;
-        if (at >= width) continue;
-        if (y) {
-#pragma unroll
-            for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) + to_float(more[v].e[i]));
-            *(Vector*)(x + at) = kept[v];
-        }
-#pragma unroll
-        for (int i = 0; i < LANES; i++) {
-            if (hide) kept[v].e[i] = from_float<act_t>(0.f);
-            squares += to_float(kept[v].e[i]) * to_float(kept[v].e[i]);
-        }
+    if (y) {
+        load_row(more, y, width);
+        add_row(kept, more, x, width);
     }
-    const float factor = 1.f / sqrtf(total(squares, scratch) / width + eps);
+    if (hide)
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int at = (v * blockDim.x + threadIdx.x) * LANES;
-        if (at >= width) continue;
-#pragma unroll
-        for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) * factor * gain(gains[v].e[i]));
-        *(Vector*)(out + at) = kept[v];
-    }
+        for (int v = 0; v < VECTORS; v++) kept[v] = {};
+    store_norm(kept, gains, out, width, eps, scratch);
 #else
     wait_for_previous();
     float squares = 0.f;

@@ -1,5 +1,5 @@
 // Choosing tokens: contracts argmax, gumbel_noise, sample, gumbel_noise+sample, uniform_noise, filter_probs, draw_draft,
-// verify_rejection.
+// verify_rejection. Defines: PAIRS (argmax_among), where ranks go on with keys.
 #include "sampling.cuh"
 #include "screen_state.cuh"
 
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) argmax(
 
 // Eight rows a block: the best of what `linear_tile` kept of each (value and id by warp and row), if it did.
 extern "C" __global__ void __launch_bounds__(256) argmax_among(
-    const float2* kept, const int* row_slot, int* tokens, const ScreenState* state, int warps, int pitch, int n
+    const float2* kept, const int* row_slot, choice_t* choices, const ScreenState* state, int warps, int pitch, int n
 ) {
     enter();
     if (state != nullptr && !state->whole) return;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) argmax_among(
     __syncthreads();
     if (threadIdx.x >= 8 || r >= n) return;
     for (int w = 1; w < 8; w++) mine = best[w][threadIdx.x] > mine ? best[w][threadIdx.x] : mine;
-    tokens[r] = row_slot[r] < 0 ? NO_TOKEN : chosen(mine);
+    choices[r] = choice_of(row_slot[r] >= 0, mine);
 }
 
 __device__ __forceinline__ Noise noise_of(const uint32_t* seed, int slot, int position, int draw) {

@@ -92,6 +92,14 @@ __device__ __forceinline__ uint64_t best_of(const float* row, int vocab, uint64_
     return block_max(best, scratch);
 }
 __device__ __forceinline__ int chosen(uint64_t key) { return key == 0 || key == BROKEN ? NO_TOKEN : ranked_id(key); }
+// What the choice of a row is left as: its token, or, of a vocabulary that ranks have shared out (PAIRS), the key, which they exchange.
+#ifdef PAIRS
+typedef uint64_t choice_t;
+__device__ __forceinline__ choice_t choice_of(bool real, uint64_t key) { return real ? key : 0; }
+#else
+typedef int choice_t;
+__device__ __forceinline__ choice_t choice_of(bool real, uint64_t key) { return real ? chosen(key) : NO_TOKEN; }
+#endif
 
 // -- filters --------------------------------------------------------------------------------------
 // What survives top-k, and then top-p over what top-k left, is a border: all logits above `key`, and of those equal to it the

@@ -6,7 +6,7 @@ its position: sums over a row are sums of integers, so their order does not matt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS
@@ -17,6 +17,19 @@ from polydraft_cuda.kernels.provider import Kernel, source
 THREADS = 1024
 """`THREADS` of sampling.cuh."""
 PARAMETERS = ("temperature", "top_p", "min_p", "top_k")
+
+
+class Keys(NamedTuple):
+    """What stands for the record of an `argmax` where ranks have shared out the vocabulary: they exchange what is chosen."""
+
+    row_slot: Any
+    tokens: Any
+    """[rows, 2] int32: a key of 64 bits of each row (`logit_key` of sampling.cuh)."""
+
+
+def of_ranks(a: Any) -> dict[str, int]:
+    """Defines of a kernel that leaves a choice."""
+    return {"PAIRS": 1} if isinstance(a, Keys) else {}
 
 
 def _rows(n: int) -> int:
@@ -38,7 +51,7 @@ def argmax_among(device: CudaDevice, a: Any, kept: Any, state: Any = None) -> La
     """The choice among what the warps of a head have kept (value and id, [warps, rows, 2]); logits are not looked at. `state`: of
     a first look, where the choice may have been made by it."""
     warps, pitch, _ = kept.shape
-    function = device.function(source("sampling.cu"), "argmax_among")
+    function = device.function(source("sampling.cu"), "argmax_among", **of_ranks(a))
     return function.bind(lambda n: -(-n // 8), 256, kept, a.row_slot, a.tokens, state, warps, pitch, ROWS, dependent=True)
 
 

@@ -8,7 +8,7 @@
 // chosen is the highest of all products, whatever the scores. Where too many do, or z cannot be told, the choice gives up and the head is
 // read whole (`screen_state.cuh`).
 //
-// Defines: ACT (1, 2); TOKENS of `linear_screen` (screen_choose).
+// Defines: ACT (1, 2); TOKENS of `linear_screen` (screen_choose); PAIRS, where ranks go on with keys.
 #include "tensor.cuh"
 #include "sampling.cuh"
 #include "screen.cuh"
@@ -174,7 +174,7 @@ screen_settle(const float2* kept, const act_t* x, const act_t* w, const int* row
 // and computed by a warp each behind the last sweep; a block that has noted too many gives up. The last block to end hands out the tokens,
 // or says that the head is to be read whole.
 extern "C" __global__ void __launch_bounds__(SCREEN_THREADS, 2)
-screen_choose(const uint16_t* pairs, const float2* slacks, const act_t* x, const act_t* w, const int* row_slot, int* tokens, uint64_t* best, const float4* bounds,
+screen_choose(const uint16_t* pairs, const float2* slacks, const act_t* x, const act_t* w, const int* row_slot, choice_t* choices, uint64_t* best, const float4* bounds,
               ScreenState* state, int* tickets, int n, int outputs, int inputs) {
     enter();
     __shared__ unsigned noted[MOST_NOTED];  // pair, token
@@ -254,7 +254,7 @@ screen_choose(const uint16_t* pairs, const float2* slacks, const act_t* x, const
     if (!ends) return;
     __threadfence();
     const bool whole = skipped || __ldcg(&state->given_up) != 0;
-    for (int r = threadIdx.x; r < n && !whole; r += SCREEN_THREADS) tokens[r] = row_slot[r] < 0 ? NO_TOKEN : chosen(__ldcg(best + r));
+    for (int r = threadIdx.x; r < n && !whole; r += SCREEN_THREADS) choices[r] = choice_of(row_slot[r] >= 0, __ldcg(best + r));
     __syncthreads();
     if (threadIdx.x) return;
     const int wait = skipped ? state->wait : whole ? longer_wait(state->wait) : shorter_wait(state->wait);

@@ -16,6 +16,7 @@ from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaBuffer, CudaDevice
 from polydraft_cuda.kernels.projections import TILE_ROWS, TILE_WARPS, Size, tensor_map
 from polydraft_cuda.kernels.provider import source
+from polydraft_cuda.kernels.sampling import of_ranks
 from polydraft_cuda.storage import CudaWeight
 
 BYTES: Final = 200 << 10
@@ -128,7 +129,7 @@ def choose(device: CudaDevice, a: Any, looked: Looked) -> Launch:
     )  # fmt: skip
     blocks = min(BLOCKS * int(device.num_sms), -(-outputs * tokens // (2 * 256 * 8)))  # each warp has eight scores a lane
     tickets = device.zeros("screen.tickets", (1,), "i32")
-    reach = device.function(source("screen.cu"), "screen_choose", **defines).bind(
+    reach = device.function(source("screen.cu"), "screen_choose", **defines, **of_ranks(a)).bind(
         blocks, 256, screen.pairs, screen.slacks, p.x, p.weight, a.row_slot, a.tokens, best, looked.bounds, screen.state, tickets,
         ROWS, outputs, inputs, dependent=True,
     )  # fmt: skip

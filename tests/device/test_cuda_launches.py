@@ -69,8 +69,18 @@ def test_an_engine_tells_what_it_has_joined(tmp_path: Path, monkeypatch: pytest.
     assert told["linear+process_logits+argmax"].launches == {"greedy.target": 1, "greedy.draft": 3}
     assert {one.joined.by for one in told.values()} == {"cuda"}
     assert all(one.joined.why for one in told.values())
+    half = "linear+route_experts+linear+swiglu+linear+expert_mlp+residual_add"
+    sparse = {one.joined.contracts: one for one in traced.engine_of("experts", tmp_path, monkeypatch).runner.joined()}
+    assert {f"{half}+rms_norm", half, "rope_kv_write+paged_attention"} <= sparse.keys(), "the last half has no norm behind it"
+    assert [sparse[name].launches["greedy.target"] for name in (f"{half}+rms_norm", half)] == [1, 1]
     plain = traced.engine_of("invariant", tmp_path, monkeypatch)
-    assert [one.joined.contracts for one in plain.runner.joined() if one.joined.captured] == ["linear+process_logits+argmax"]
+    assert {one.joined.contracts for one in plain.runner.joined() if one.joined.captured} == {
+        name for name, one in told.items() if one.joined.captured
+    }
+    kept = traced.engine_of("log probabilities", tmp_path, monkeypatch)
+    found = [one.launches for one in kept.runner.joined() if one.joined.contracts == "linear+process_logits+argmax"]
+    kinds = ("greedy.logprobs", "greedy.logprobs.prompt")
+    assert {f"{kind}.{part}": count for kind in kinds for part, count in (("target", 1), ("draft", 3))} in found, "which are read"
 
 
 def test_regions_of_a_step_are_timed_as_its_graph_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

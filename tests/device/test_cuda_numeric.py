@@ -30,7 +30,9 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
+from polydraft.contracts.kernels.pack_logprobs import PackLogprobsV2
 from polydraft.contracts.kernels.rope_kv_write import plain_frequencies
+from polydraft.contracts.kernels.top_logprobs import TopLogprobsV1
 from polydraft.contracts.kv_quant import KV_DTYPES, LARGEST, exponents, quantise
 from polydraft.contracts.packing import PACKINGS
 from polydraft.errors import ContractError
@@ -287,19 +289,46 @@ def test_small_matrices_and_other_architectures(library: bool):
 
 def test_row_invariant_projections_have_one_order_of_sums():
     device: Any = Recorder(dtype="bf16", row_invariant=True)
-    _, launch = projection(device, 4096, 4096, rows=600)
-    assert chosen(device, launch, 1) == ["linear_tile.cu 8"]
-    assert chosen(device, launch, 65) == ["linear_tile.cu 256"]
-    assert chosen(device, launch, 600) == ["linear_tile.cu 256"] * 3
+    halves, whole, shared, packed = (
+        projection(device, outputs, inputs, rows=600)[1]
+        for outputs, inputs in ((4096, 4096), (22016, 4096), (4096, 4096 + 64), (151680, 4096))
+    )
+    rows = {1: 8, 8: 8, 9: 32, 32: 32, 33: 64, 65: 128, 128: 128, 129: 128, 256: 128, 257: 128, 600: 128}
+    assert [chosen(device, halves, n) for n in rows] == [[f"linear_split.cu {t}"] for t in rows.values()]
+    assert {one.defines["ORDER"] for one in device.bound if one.name == "linear_split"} == {1, 2}
+    assert [chosen(device, whole, n) for n in (1, 9, 128)] == [[f"linear_rows.cu {t}"] for t in (8, 16, 128)]
+    assert [chosen(device, whole, n) for n in (129, 600)] == [["linear_split.cu 256"]] * 2, "in blocks of so many rows"
+    for tiles in (shared, packed):
+        assert [chosen(device, tiles, n) for n in (1, 65, 256)] == [[f"linear_tile.cu {t}"] for t in (16, 128, 256)]
+        assert chosen(device, tiles, 600) == ["linear_tile.cu 256"] * 3
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 11008), (1024, 2816), (5632, 1024), (256, 256)])
+def test_halves_of_inputs_are_the_same_in_every_size(shape: tuple[int, int]):
+    """A sum is that of the first half of the inputs and that of the second, whoever takes them."""
+    device: Any = Recorder(dtype="bf16", row_invariant=True)
+    _, launch = projection(device, *shape, rows=600)
+    noted = [one for one in device.bound if one.name == "linear_split"]
+    assert {one.defines["SPLIT"] for one in noted} == ({1, 2} if shape[1] >= linear.FEW_INPUTS else {1})
+    for one in noted:
+        units, rest = divmod(shape[1] // 64, one.defines["CHUNKS"])
+        assert (rest, units % 2, one.defines["ORDER"]) == (0, 0, 2)
+        assert one.shared + 16 * one.defines["STAGES"] <= device.shared_bytes
+        sharing = one.defines["SHARED"]
+        tiles = -(-shape[0] // (one.defines["WIDTH"] * sharing)) * sharing
+        assert one.grid(600) == (tiles * one.defines["SPLIT"], -(-600 // one.defines["TOKENS"]), 1)
+    assert chosen(device, launch, 600) == ["linear_split.cu 128"]
 
 
 Named = tuple[str, Any]
 """A contract with its argument record."""
 
 
-def rewritten(device: Any, *launches: Named, own: Limits = LIMITS, readers: tuple[Named, ...] = ()) -> list[Entry]:
+def rewritten(
+    device: Any, *launches: Named, own: Limits = LIMITS, readers: tuple[Named, ...] = (), stage: str = "draft 0"
+) -> list[Entry]:
     """What the pass makes of these launches of a program, with `readers` in the other program of the step."""
-    nodes, others = ([Node(name, args, "rows", "stage") for name, args in each] for each in (launches, readers))
+    nodes, others = ([Node(name, args, "rows", stage) for name, args in each] for each in (launches, readers))
     served = frozenset(kernels())
     brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
     return list(brought.rewrite(UnboundProgram("a program", tuple(nodes), served, own, (others,))))
@@ -388,13 +417,16 @@ APART = ["linear", "process_logits", "argmax"]
 def test_a_choice_is_one_with_its_head_unless_somebody_reads_the_logits():
     device: Any = Recorder(dtype="bf16")
     head = head_of_program(device, own=False)
-    assert shown(device, *head) == ["chosen"]
+    assert shown(device, *head) == ["screened"]
     both = bound(device, *head)
     assert sources(both(4), "BEST") == sources(both(256), "BEST") == [("linear_tile.cu", 1), ("sampling.cu", None)]
     assert sources(both(257), "BEST")[-1] == ("sampling.cu", None)
     assert ("linear_tile.cu", 1) not in sources(both(257), "BEST")
-    assert shown(device, *head, head[2]) == [*APART, "argmax"], "a later launch"
-    assert shown(device, *head, readers=head[2:]) == APART, "another program of the step"
+    assert shown(device, *head, head[2]) == ["kept", "argmax"], "a later launch reads them"
+    assert shown(device, *head, readers=head[2:]) == ["kept"], "another program of the step"
+    stored = bound(device, *head, readers=head[2:])
+    assert sources(stored(4), "BEST") == sources(stored(256), "BEST") == [("linear_tile.cu", 2), ("sampling.cu", None)]
+    assert not [one.name for one in device.bound if "screen" in one.name]
     assert shown(device, *head[::2], head[1]) == ["linear", "argmax", "process_logits"], "another order"
     assert shown(device, *head_of_program(device, valid=SCREENED - 80)) == APART, "the vocabulary is padded"
     assert shown(device, head[0], *head_of_program(device)[1:]) == APART, "other logits"
@@ -407,8 +439,8 @@ SCREENED = 151680
 class Choice:
     """A head of an own weight and the choice behind it, as the pass has them launched."""
 
-    def __init__(self, device: Any, **options: Any) -> None:
-        self.device, self._launched = device, bound(device, *head_of_program(device, **options))
+    def __init__(self, device: Any, stage: str = "draft 0", **options: Any) -> None:
+        self.device, self._launched = device, bound(device, *head_of_program(device, **options), stage=stage)
 
     def __call__(self, n: int) -> list[tuple[str, int | None]]:
         """Kernels launched for n rows, with the size where there are several."""
@@ -450,8 +482,9 @@ def test_without_bytes_or_with_a_bias_every_output_of_a_head_is_summed(given: di
 def test_where_rows_are_invariant_a_choice_is_among_the_sums_that_logits_are_of():
     device: Any = Recorder(dtype="bf16", row_invariant=True)
     head = head_of_program(device)
-    assert shown(device, *head) == ["chosen"]
-    together = Choice(device)
+    assert shown(device, *head, stage="verify") == ["chosen"]
+    assert shown(device, *head) == ["screened"], "a draft changes no text"
+    together = Choice(device, "verify")
     for n in (1, 8, 16, 32, 64, 65, 256):
         assert [name for name, _ in together(n)] == ["linear_tile", "argmax_among"]
         assert together.best(n) == [1, None]
@@ -506,7 +539,7 @@ def test_a_look_and_the_head_that_is_read_whole_behind_it_know_one_state():
     """They are told through it who chooses; the head of more rows, which nobody looks at, is always read."""
     noted = Choice(Recorder(dtype="bf16"), rows=512).device.bound
     (state,) = {id(one.arguments[5]) for one in noted if one.name == "linear_screen"}
-    places = {"screen_turn": 5, "screen_settle": 6, "screen_choose": 8, "linear_tile": 6, "argmax_among": 3}
+    places = {"screen_turn": 5, "screen_settle": 6, "screen_choose": 8, "linear_tile": 7, "argmax_among": 3}
     for name, place in places.items():
         told = [one.arguments[place] for one in noted if one.name == name and one.defines.get("BEST", 1)]
         looked = [one for one in told if one is not None]
@@ -515,14 +548,40 @@ def test_a_look_and_the_head_that_is_read_whole_behind_it_know_one_state():
         assert len(told) - len(looked) == (1 if name in ("linear_tile", "argmax_among") else 0)
     among = [one.arguments for one in noted if one.name == "argmax_among"]
     tiles = [one.arguments for one in noted if one.name == "linear_tile" and one.defines["BEST"]]
-    assert [one[0] for one in among] == [one[2] for one in tiles], "what one keeps the other looks at"
+    assert [one[0] for one in among] == [one[3] for one in tiles], "what one keeps the other looks at"
 
 
-def test_an_activation_stays_alone_where_rows_have_to_be_invariant():
+def test_an_activation_of_invariant_rows_is_joined_where_sums_stay_in_order():
     device: Any = Recorder(dtype="bf16", row_invariant=True)
     launches = gate_and_up(device)
-    assert shown(device, *launches) == ["linear", "swiglu"]
-    assert [source for source, _, _ in bound(device, *launches)(4)] == ["linear_tile.cu", "mlp.cu"]
+    assert shown(device, *launches) == ["gated"]
+    both = bound(device, *launches)
+    assert [sources(both(n), "ORDER") for n in (4, 256)] == [[("linear_rows.cu", 1)], [("linear_split.cu", 1)]]
+    assert sources(both(257), "ORDER") == [("linear_split.cu", 1), ("mlp.cu", None)]
+    wide, _ = projection(device, 40960, 4096)
+    alone = SwigluV1(gate_up=wide.out, out=device.empty("gated", (512, 20480), "bf16"))
+    assert shown(device, ("linear", wide), ("swiglu", alone)) == ["linear", "swiglu"], "blocks share its tiles"
+
+
+def test_log_probabilities_go_into_their_record_unless_somebody_else_reads_them():
+    device: Any = Recorder(dtype="bf16")
+    shapes: dict[str, tuple[int, ...]] = {
+        "out_tokens": (8, 4), "ids": (8, 4, 3), "ranks": (8, 4), "record": (512,),
+        **dict.fromkeys(("slot_order", "logit_start", "num_top", "extra"), (8,)),
+    }  # fmt: skip
+    ints = {name: device.empty(name, shape, "i32") for name, shape in shapes.items()}
+    logits, numbers = device.empty("logits", (32, 5000), "f32"), device.empty("logprobs", (8, 4, 3), "f32")
+    of_top = {name: ints[name] for name in ("slot_order", "logit_start", "out_tokens", "num_top", "ids", "ranks")}
+    top = "top_logprobs", TopLogprobsV1(logits=logits, temperature=None, logprobs=numbers, **of_top)
+    of_pack = {name: ints[name] for name in ("slot_order", "num_top", "ids", "ranks", "extra", "record")}
+    none: dict[str, Any] = dict.fromkeys(("drafts", "draft_logprobs", "draft_top_ids", "draft_tops"))
+    pack = "pack_logprobs", PackLogprobsV2(logprobs=numbers, flag=7, **none, **of_pack)
+    assert shown(device, top, pack) == ["reported"]
+    assert shown(device, top, pack, pack) == ["top_logprobs", "pack_logprobs", "pack_logprobs"], "somebody else reads them"
+    other = "pack_logprobs", replace(pack[1], slot_order=device.empty("other", (8,), "i32"))
+    assert shown(device, top, other) == ["top_logprobs", "pack_logprobs"], "of other sequences"
+    assert [name for _, name, _ in bound(device, top, pack)(4)] == ["survey_windows", "report_logprobs"]
+    assert [name for _, name, _ in bound(device, top, other)(4)] == ["survey_windows", "top_logprobs", "pack_logprobs"]
 
 
 def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
@@ -797,14 +856,16 @@ def test_no_multiprocessor_has_stage_for_more_blocks_of_attention_than_its_share
 
 
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
-def test_attention_has_one_shape_where_rows_are_invariant_or_clusters_missing(options: dict):
+def test_attention_is_dealt_to_as_many_warps_where_rows_are_invariant_or_clusters_missing(options: dict):
     device: Any = Recorder(dtype="bf16", **options)
     meta, launch = attend(device)
-    for n in (4, 256):
+    for n in (4, 32, 256):
         launch(None, n)
     meta.step = StepMeta(0, 400, 2, has_prefill=True)
     launch(None, 400)
-    assert len({defines["SPLITS"] for source, defines, _ in device.launched if source == "attention_decode.cu"}) == 1
+    shapes = {(one["SPLITS"], one["KEY_WARPS"]) for source, one, _ in device.launched if source == "attention_decode.cu"}
+    assert len({splits * warps for splits, warps in shapes}) == 1
+    assert len(shapes) == (2 if "row_invariant" in options else 1)
     assert device.launched[-1][0] == ("attention_decode.cu" if "row_invariant" in options else "attention_prefill.cu")
 
 
@@ -885,9 +946,8 @@ def test_other_turns_stay_a_launch_of_their_own(changes: dict):
     assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
 
 
-@pytest.mark.parametrize("options", [{"row_invariant": True}, {"arch": "sm_80"}])
-def test_so_they_do_where_rows_are_invariant_or_launches_do_not_overlap(options: dict):
-    device: Any = Recorder(dtype="bf16", **options)
+def test_so_they_do_where_launches_do_not_overlap():
+    device: Any = Recorder(dtype="bf16", arch="sm_80")
     _, both = layer(device)
     assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
 

@@ -25,6 +25,7 @@ from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels import attention as attention_module
 from tests.device.paper import SHAPES, Half, Shape, experts_of_half
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
@@ -149,15 +150,15 @@ class Head:
         self.bind, self.args = limits(rows), ArgmaxV1(logits=self.out, row_slot=row_slot, tokens=self.tokens)
         self.process = ProcessLogitsV1(logits=self.out, row_slot=row_slot, num_valid=len(weight))
 
-    def bound(self, *, screened: bool = True) -> "Head":
-        """Bind both launches, and what is one launch of them; as with somebody else's weight, which has no bytes, unless
-        `screened`."""
+    def bound(self, kernel: str = "screened", *, screened: bool = True) -> "Head":
+        """Bind both launches, and what is one launch of them by `kernel` of the pass; as with somebody else's weight, which has
+        no bytes, unless `screened`."""
         w = self.weight
         other: Any = SimpleNamespace(pointer=w.pointer, shape=w.shape, dtype=w.dtype, nbytes=w.nbytes)
         args = LinearV1(x=self.x, weight=w if screened else other, bias=None, out=self.out)
         self.launch = launch_of(self.device, "linear", args, self.bind)
         self.choose = launch_of(self.device, "argmax", self.args, self.bind)
-        self.together = launch_of(self.device, "chosen", CompositeArgs((args, self.process, self.args)), self.bind)
+        self.together = launch_of(self.device, kernel, CompositeArgs((args, self.process, self.args)), self.bind)
         self.capture = polydraft_cuda.polydraft_graph_capture(self.device)
         return self
 
@@ -189,15 +190,34 @@ def test_a_captured_head_leaves_the_choice_and_not_the_logits(opened: CudaDevice
 
 
 def test_a_captured_head_of_invariant_rows_chooses_by_the_same_sums(invariant: CudaDevice):
+    leaves_the_choice(invariant, screened=True, kernel="chosen")
+
+
+def test_a_captured_head_of_invariant_rows_is_screened_for_drafts(invariant: CudaDevice):
     leaves_the_choice(invariant, screened=True)
 
 
-def leaves_the_choice(opened: CudaDevice, screened: bool) -> None:
+def test_a_captured_head_leaves_logits_that_somebody_reads(opened: CudaDevice):
+    rows, vocab = 257, 4 * 128 * opened.num_sms + 16
+    x, weight = head_numbers(rows, vocab, 256)
+    head = Head(opened, x, weight, np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32)).bound("kept")
+    for n in (1, 8, 9, 33, 64, 65, 128, 129, 256, 257):
+        wanted, _ = head.run(n, captured=False)
+        written = opened.read(head.out.pointer, head.out.shape, "f32").copy()
+        found, lost = head.run(n, captured=True)
+        logits = opened.read(head.out.pointer, head.out.shape, "f32")
+        assert not lost
+        assert np.array_equal(found, wanted), n
+        assert np.abs(logits[:n] - written[:n]).max() <= 1e-5 * np.abs(written[:n]).max(), n
+        assert np.isnan(logits[n:]).all(), "nothing behind the launch length is written"
+
+
+def leaves_the_choice(opened: CudaDevice, screened: bool, kernel: str = "screened") -> None:
     rows, vocab, broken = 257, 4 * 128 * opened.num_sms + 16, 5
     x, weight = head_numbers(rows, vocab, 256)
     x[broken] = np.nan
     slots = np.where(np.arange(rows) % 7 == 3, -1, 0).astype(np.int32)
-    head = Head(opened, x, weight, slots).bound(screened=screened)
+    head = Head(opened, x, weight, slots).bound(kernel, screened=screened)
     for n in (1, 8, 9, 17, 33, 64, 65, 128, 129, 256, 257):
         (wanted, lost_apart), (found, lost) = head.run(n, captured=False), head.run(n, captured=True)
         assert (lost_apart, lost) == (False, n <= 256)
@@ -277,11 +297,50 @@ def test_where_too_many_outputs_may_be_the_highest_the_head_is_read_whole(opened
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
 def test_a_row_of_an_invariant_projection_has_its_bits_whatever_the_others(invariant: CudaDevice, shape: Shape):
+    rows = (*ROWS, 128, 129, 200, 256, 385)
     for inputs, outputs, to_f32 in projections(shape):
-        projection = Projection(invariant, inputs, outputs, to_f32=to_f32)
-        all_rows = projection.run(max(ROWS))
-        for n in ROWS:
+        projection = Projection(invariant, inputs, outputs, to_f32=to_f32, rows=513)
+        all_rows, wanted = projection.run(513), projection.wanted
+        allowed = (2e-5 if to_f32 else EPS[invariant.dtype]) * np.maximum(np.abs(wanted), 1.0)
+        assert (np.abs(all_rows - wanted) <= allowed).all(), (inputs, outputs)
+        for n in rows:
             assert np.array_equal(projection.run(n), all_rows[:n]), (inputs, outputs, n)
+
+
+def test_gate_and_up_of_invariant_rows_are_the_same_bits_with_their_activation(invariant: CudaDevice):
+    rows, width = 257, SHAPES[0].ffn
+    projection, gated = Projection(invariant, 512, 2 * width, rows=rows), invariant.empty("gated", (rows, width), invariant.dtype)
+    activation = SwigluV1(gate_up=projection.out, out=gated)
+    activate = launch_of(invariant, "swiglu", activation, limits(rows))
+    together = launch_of(invariant, "gated", CompositeArgs((projection.args, activation)), limits(rows))
+    found = []
+    for n in (rows, 256, 129, 128, 64, 33, 16, 1):
+        for launches in ((projection.launch, activate), (together,)):
+            invariant.fill_bytes(gated, 0xFF)
+            before = invariant.counters.launches
+            for launch in launches:
+                launch(invariant.stream, n)
+            assert invariant.counters.launches - before == (2 if n > 256 else len(launches))
+            found.append(invariant.read(gated.pointer, gated.shape, invariant.dtype)[:n].copy())
+            assert np.array_equal(found[-1], found[0][:n]), (n, len(launches))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
+def test_windows_of_invariant_rows_are_the_same_bits_turned_in_attention(invariant: CudaDevice, count: int):
+    turned = Turned(invariant, SHAPES[0], windows(count, SHAPES[0].window))
+    (out, cache, apart), (joined, stored, once) = (turned.run(captured=captured) for captured in (False, True))
+    assert (apart, once) == (3, 2)
+    assert np.array_equal(cache, stored)
+    assert np.array_equal(joined, out)
+
+
+def test_invariant_attention_is_the_same_bits_in_blocks_of_any_shape(invariant: CudaDevice, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for _, shape in attention_module.INVARIANT:
+        monkeypatch.setattr(attention_module, "INVARIANT", ((1 << 30, shape),))
+        found.append(Attention(invariant, SHAPES[0], windows(8, SHAPES[0].window), prefill=False).run())
+    assert len(found) > 1
+    assert all(np.array_equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("n", [1, 8, 64])

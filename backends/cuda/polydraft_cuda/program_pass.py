@@ -13,7 +13,7 @@ from typing import Any, Final
 from polydraft.contracts.base import Provider
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import attention, collectives, linear, norms, routed
+from polydraft_cuda.kernels import attention, collectives, linear, logprobs, norms, routed
 from polydraft_cuda.kernels.provider import Kernel
 from polydraft_cuda.ranks import MeetingPlace
 
@@ -35,9 +35,21 @@ _ROUTED: Final = {
 """Halves with experts, by what they have; those behind which no norm follows are the last of a model."""
 
 
+def _of_rows(device: CudaDevice, args: Any, limits: Any) -> int:
+    """Scratch of what a run begins with looking at."""
+    return logprobs.survey_bytes(device, args.parts[0], limits)
+
+
+VERIFY: Final = "verify"
+"""The stage in which texts are chosen. Other choices are of drafts, which change no text."""
+CHOICE: Final = ("linear", "process_logits", "argmax")
+"""A head and the greedy choice behind it."""
 KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
+    "reported": (("top_logprobs", "pack_logprobs"), Kernel(logprobs.reported, _of_rows)),
     "gated": (("linear", "swiglu"), Kernel(linear.gated, _of_projection)),
-    "chosen": (("linear", "process_logits", "argmax"), Kernel(linear.chosen, _of_projection)),
+    "chosen": (CHOICE, Kernel(linear.chosen, _of_projection)),
+    "screened": (CHOICE, Kernel(linear.screened, _of_projection)),
+    "kept": (CHOICE, Kernel(linear.kept, _of_projection)),
     "turned_attention": (("rope_kv_write", "paged_attention"), Kernel(attention.turned_attention)),
     "early_norm": (("residual_add", "rms_norm"), Kernel(norms.add_and_norm_early)),
     **{name: (parts, Kernel(routed.routed_experts, routed.workspace_bytes)) for name, parts in _ROUTED.items()},
@@ -86,6 +98,7 @@ class CudaPass:
         yield self._turned(program, place)
         yield self._routed(program, place)
         yield self._early(program, place)
+        yield self._reported(program, place)
         if self._place is not None:
             yield self._norm_of_sum(program, place)
             yield self._chosen_of_ranks(program, place, self._place)
@@ -101,7 +114,7 @@ class CudaPass:
         return _unless_read(program, place, Rewritten(nodes, "gated", why, (project.out,)))
 
     def _chosen(self, program: UnboundProgram, place: int) -> Rewritten | None:
-        nodes = _run(program, place, ("linear", "process_logits", "argmax"))
+        nodes = _run(program, place, CHOICE)
         if not nodes:
             return None
         project, process, choice = _args(nodes)
@@ -110,8 +123,11 @@ class CudaPass:
             return None
         if not linear.is_chosen_from(self._device, self._lend(project)):
             return None
-        why = "the highest logit of a row is found where logits are computed; they are not stored, and nobody else reads them"
-        return _unless_read(program, place, Rewritten(nodes, "chosen", why, (project.out,)))
+        found = "the highest logit of a row is found where logits are computed"
+        judged = nodes[-1].stage == VERIFY
+        kernel = "chosen" if judged and self._device.row_invariant else "screened"
+        alone = Rewritten(nodes, kernel, f"{found}; they are not stored, and nobody else reads them", (project.out,))
+        return _unless_read(program, place, alone) or Rewritten(nodes, "kept", found)
 
     def _turned(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("rope_kv_write", "paged_attention"))
@@ -153,6 +169,17 @@ class CudaPass:
         if not nodes or not _is_written_in_front(program, place, _args(nodes)[0].parts[0].y):
             return None
         return Rewritten(nodes, "early_norm", "the stream is read while the projection in front still runs")
+
+    def _reported(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("top_logprobs", "pack_logprobs"))
+        if not nodes:
+            return None
+        top, pack = _args(nodes)
+        found = ("ids", "logprobs", "ranks")
+        if any(getattr(top, name) is not getattr(pack, name) for name in (*found, "slot_order", "num_top")):
+            return None
+        why = "what is found of a token goes into the record at once"
+        return _unless_read(program, place, Rewritten(nodes, "reported", why, tuple(getattr(top, name) for name in found)))
 
     def _norm_of_sum(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("all_reduce", "residual_add+rms_norm"))

@@ -28,7 +28,8 @@ SHAPES: tuple[tuple[int, Shape], ...] = (
 """Tiles times key heads at most, to the shape with which a pass was fastest there on an H200 (8 key heads of 128, 640 keys)."""
 SINGLE: tuple[tuple[int, Shape], ...] = ((16, (8, 3, 2)), *SHAPES[1:-1], (1 << 30, (1, 2, 2)))
 """The same where a window is one row."""
-INVARIANT: tuple[tuple[int, Shape], ...] = ((1 << 30, (4, 4, 2)),)
+INVARIANT: tuple[tuple[int, Shape], ...] = ((16, (8, 1, 4)), (128, (1, 8, 2)), (1 << 30, (1, 8, 3)))
+"""The same where rows are invariant: keys are dealt to eight warps, whatever blocks these are in, and joined in one order."""
 NARROW: tuple[tuple[int, Shape], ...] = ((1 << 30, (1, 4, 3)),)
 """Where there are no clusters."""
 
@@ -76,7 +77,7 @@ def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
 def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
     """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned without
     norms, as a whole, or half of 128 elements in halves, and a tile holds all new rows of a slot."""
-    if device.arch != "sm_90" or device.row_invariant or a.cache.spec.kv or not is_fast(a):
+    if device.arch != "sm_90" or a.cache.spec.kv or not is_fast(a):
         return False
     plain_heads = turn.q_norm is None and turn.k_norm is None
     rotary = 2 * len(turn.frequencies)

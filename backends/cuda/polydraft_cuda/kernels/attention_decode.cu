@@ -54,12 +54,12 @@ static_assert(ROTARY == HEAD_DIM || !INTERLEAVED && ROTARY % 64 == 0 && ROTARY *
 __device__ __forceinline__ void turn(unsigned& a, unsigned& b, float4 by) {
     const float x0 = low(a), x1 = high(a), y0 = low(b), y1 = high(b);
     if (INTERLEAVED) {
-        a = pack(x0 * by.x - x1 * by.y, x1 * by.x + x0 * by.y);
-        b = pack(y0 * by.z - y1 * by.w, y1 * by.z + y0 * by.w);
+        a = pack(rotated(x0, -x1, by.x, by.y), rotated(x1, x0, by.x, by.y));
+        b = pack(rotated(y0, -y1, by.z, by.w), rotated(y1, y0, by.z, by.w));
         return;
     }
-    a = pack(x0 * by.x - y0 * by.y, x1 * by.z - y1 * by.w);
-    b = pack(y0 * by.x + x0 * by.y, y1 * by.z + x1 * by.w);
+    a = pack(rotated(x0, -y0, by.x, by.y), rotated(x1, -y1, by.z, by.w));
+    b = pack(rotated(y0, x0, by.x, by.y), rotated(y1, x1, by.z, by.w));
 }
 // A new row of a key head, shared by the lanes of a warp: two keys and two HALF behind them, four values.
 struct NewRow { unsigned a, b; vec2 v; };

@@ -320,7 +320,14 @@ norm_of_few(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
     store_norm(stream, gains, out + first, width, eps, scratch);
 }
 
-constexpr int AT_ONCE = VECTORS * RANKS > 4 ? 1 : 2;  // rows that a block has in registers
+// Rows of a block, so many at a time, every gridDim.x-th from `row` on; place `j` of the first in what the block brings.
+constexpr int AT_ONCE = VECTORS * RANKS > 4 ? 1 : 2;
+__device__ __forceinline__ void load_rows(Vector (&kept)[AT_ONCE][VECTORS], const act_t* rows, int row, int n, int width) {
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++)
+        if (row + k * int(gridDim.x) < n) load_row(kept[k], rows + int64_t(row + k * gridDim.x) * width, width);
+}
+
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const act_t* weight, act_t* out, const int* step, int width, float eps, int launch, int n) {
     __shared__ float scratch[2][32];
@@ -329,16 +336,15 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
     load_gains(gains, weight, width);
     if (!EARLY) wait_for_previous();
     const int64_t row_bytes = int64_t(width) * sizeof(act_t);
-    const int now = step[0], apart = gridDim.x;
+    const int now = step[0], apart = gridDim.x, further = apart * AT_ONCE;
     uint32_t count;
     const bool alive = begin(r, count);
     if (EARLY) wait_for_previous();
     if (!alive) return;
     const int turn = count & 1;
-    for (int row = blockIdx.x, j = 0; row < n; row += apart * AT_ONCE, j += AT_ONCE) {
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            if (row + k * apart < n) load_row(sums[k], y + int64_t(row + k * apart) * width, width);
+    int row = blockIdx.x, j = 0;
+    for (;; row += further, j += AT_ONCE) {
+        load_rows(sums, y, row, n, width);
         for (int of = 0; of < RANKS; ++of) {
             if (of == r.rank) continue;
             unsigned char* to = stretch_of(r, of, turn, r.rank, blockIdx.x) + j * row_bytes;
@@ -348,18 +354,16 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
                 for (int v = 0; v < VECTORS; v++)
                     if (row + k * apart < n && element_of(v) < width) *reinterpret_cast<Vector*>(to + k * row_bytes + element_of(v) * sizeof(act_t)) = sums[k][v];
         }
+        if (row + further >= n) break;
     }
+    load_rows(stream, x, row, n, width);
     if (!meet(r, {1, launch, n, n * row_bytes}, now, count)) return;
-    for (int row = blockIdx.x, j = 0; row < n; row += apart * AT_ONCE, j += AT_ONCE) {
+    for (;;) {  // the last rows first, which are still there
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            if (row + k * apart >= n) continue;
-            const int64_t at = int64_t(row + k * apart) * width;
-            load_row(stream[k], x + at, width);
-            load_row(sums[k], y + at, width);
+        for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
             for (int v = 0; v < VECTORS; v++) {
-                if (element_of(v) >= width) continue;
+                if (row + k * apart >= n || element_of(v) >= width) continue;
                 uint4 brought[RANKS];
 #pragma unroll
                 for (int from = 0; from < RANKS; ++from) {
@@ -368,7 +372,6 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
                 }
                 sums[k][v] = sum_of(brought);
             }
-        }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             if (row + k * apart >= n) continue;
@@ -376,6 +379,10 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
             add_row(stream[k], sums[k], x + at, width);
             store_norm(stream[k], gains, out + at, width, eps, scratch[(j + k) & 1]);  // by turns: others may still read the last one's
         }
+        if (j == 0) return;
+        row -= further, j -= AT_ONCE;
+        load_rows(sums, y, row, n, width);
+        load_rows(stream, x, row, n, width);
     }
 }
 #endif

@@ -13,7 +13,7 @@ from typing import Any
 from polydraft.device import DTYPES, Launch, Stream
 from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import linear, norms
+from polydraft_cuda.kernels import linear, norms, screen
 from polydraft_cuda.kernels.provider import Kernel, source
 from polydraft_cuda.kernels.sampling import Keys
 from polydraft_cuda.ranks import BLOCKS, CHUNK, MeetingPlace
@@ -121,7 +121,8 @@ def chosen(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspa
     grid = lambda n: -(-n // THREADS)  # noqa: E731  a thread a row
     exchange = _bound(place, "argmax_keys", 8, grid, keys.tokens, choice.row_slot, choice.tokens, choice.step, first)
     apart = sequence(linear.linear(device, project, limits, workspace), _argmax_pair(place, device, choice, limits, None))
-    kept = linear.kept_choices(device, project, keys, workspace)
+    looks = 0 if device.row_invariant else screen.MOST_ROWS
+    kept = linear.kept_choices(device, project, keys, workspace, looks=looks)
     return linear.by_rows([*((most, sequence(one, exchange)) for most, one in kept), (1 << 30, apart)])
 
 

@@ -22,6 +22,7 @@ from polydraft_cuda.kernels import screen
 from polydraft_cuda.kernels.mlp import swiglu
 from polydraft_cuda.kernels.packed import Rounded, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
+    MOST_STAGES,
     PAIR_ROWS,
     PAIR_STAGES,
     TILE_ROWS,
@@ -42,8 +43,9 @@ from polydraft_cuda.kernels.routing import is_router, router
 from polydraft_cuda.kernels.sampling import argmax, argmax_among
 
 SIZES: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
-INVARIANT: tuple[Size, ...] = (Size(8, 1, 7), Size(16, 1, 7), Size(32, 1, 6), Size(64, 1, 5), Size(256, 1, 4))
-"""Where a row's sums must not depend on the number of rows: one division of the work."""
+INVARIANT: tuple[Size, ...] = (Size(16, 2, 7), Size(32, 2, 6), Size(64, 2, 8), Size(128, 2, 6), Size(256, 2, 4))
+"""Where a row's sums must not depend on the number of rows: one division of the work. A multiprocessor has room for one block of
+any of them, so that as many clusters run at once in each."""
 MOST_GROUPED_ROWS: Final = 128
 """Of a launch, where scales are of groups of inputs."""
 MOST_TILE_ROWS = 64
@@ -61,6 +63,12 @@ GATED = Split(256, 0, 1, 4, 1)
 """The size of `linear_split` for gate and up where a block has many outputs; its width is a block's even share."""
 LEAST_GATED: Final = 80
 """Outputs of a block from which on that is faster for gate and up than two launches."""
+FIXED_ROWS: Final = 128
+"""Rows of a block of `linear_split` in which a large number of them is taken, where rows are invariant."""
+FEW_INPUTS: Final = 1024
+"""With fewer than these two blocks take longer to meet than one takes for them."""
+FIXED_BYTES: Final = 224 << 10
+"""Bytes of shared memory of such a block at most."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
@@ -96,10 +104,49 @@ def pair_sizes(device: CudaDevice, a: Any) -> tuple[int, ...]:
 
 def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     """Sizes in which `linear_split` takes this projection: where two blocks can have an even share of the outputs."""
-    width = -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
+    width = width_of(device, a)
     if not is_whole(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or not 32 <= width <= 128:
         return ()
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in SPLIT_SIZES)
+
+
+def is_in_order(device: CudaDevice, a: Any) -> bool:
+    """Whether blocks of `linear_rows` have so many outputs that sums are taken in the order of the inputs."""
+    return bool(rows_sizes(device, a)) and rows_of(device, a) > 64 and int(a.weight.shape[0]) % 16 == 0
+
+
+def in_order(device: CudaDevice, a: Any, gated: Any = None) -> list[tuple[int, Launch]]:
+    """Launches that take sums in the order of the inputs, and the rows that they take: `linear_rows`, then `linear_split`."""
+    found = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, gated))]
+    many = split(device, a, GATED._replace(width=rows_of(device, a, 8), order=1), gated)
+    return [*found, (GATED.rows if gated else 1 << 30, many)] if many else found
+
+
+def is_in_halves(device: CudaDevice, a: Any) -> bool:
+    """Whether two blocks of `linear_split` can have an even share of the outputs, and half of the inputs each."""
+    outputs, inputs = a.weight.shape
+    return is_whole(device, a) and outputs % 8 == 0 and inputs % 256 == 0 and width_of(device, a) <= 128 and a.out.dtype != "f32"
+
+
+def width_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
+    """Outputs, in `unit`s, of which half of the multiprocessors have an even share."""
+    return -(-int(a.weight.shape[0]) // (unit * (int(device.num_sms) // 2))) * unit
+
+
+def in_halves(device: CudaDevice, a: Any) -> list[tuple[int, Launch]]:
+    """Launches of `linear_split` that add the sums of both halves of the inputs, and the rows that they take: of two blocks while
+    rows are few and inputs are not, else of one."""
+
+    def size(n: int, width: int, chunks: int, blocks: int) -> Split:
+        given = 2 * width * max(n, 64) if blocks > 1 else 0
+        inflight = FIXED_BYTES - given - max(64 - n, 0) * 128
+        stages = min(inflight // (chunks * (width + n) * 128), MOST_STAGES)
+        return Split(n, width, chunks, stages, blocks, 2)
+
+    width, even, blocks = width_of(device, a), width_of(device, a, 8), 2 if a.weight.shape[1] >= FEW_INPUTS else 1
+    sizes = [(n, size(n, width, chunks, blocks)) for n, chunks in ((8, 2), *SPLIT_SIZES)]
+    sizes += [(2 * FIXED_ROWS, size(FIXED_ROWS, even, 1, 1)), (1 << 30, size(FIXED_ROWS, 128, 1, 1))]
+    return [(n, one) for n, size in sizes if (one := split(device, a, size))]
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
@@ -158,13 +205,16 @@ def is_gated(device: CudaDevice, a: Any) -> bool:
     """Whether this projection and the gated activation of what it writes are faster as one launch: for few rows, where the second
     launch is what it costs."""
     big = is_tiled(device, a) and a.weight.nbytes > SMALL and a.weight.shape[0] % 16 == 0 and a.bias is None
-    return big and not device.row_invariant
+    return big and (not device.row_invariant or is_in_order(device, a))
 
 
 def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
     """Gate, up and their activation: one launch for few rows, else two."""
     a, activation = args.parts
     out = activation.out
+    apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
+    if device.row_invariant:
+        return by_rows([*in_order(device, a, out), (1 << 30, apart)])
     steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
     if steps:
         steps += [(size.rows, one) for size in gated_splits(device, a) if (one := split(device, a, size, out))]
@@ -176,7 +226,6 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
         steps = [(most, sequence(*before, joined))]
     taken = max((rows for rows, _ in steps), default=0)
     steps += [(size.rows, one) for size in shared if size.rows > taken and (one := split(device, a, size, out))]
-    apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
     return by_rows([*steps, (1 << 30, apart)])
 
 
@@ -195,22 +244,24 @@ def is_chosen_from(device: CudaDevice, a: Any) -> bool:
     return is_tiled(device, a) and has_own_tiles(device, a) and bool(a.out.dtype == "f32")
 
 
-def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
-    """A head and the choice of each row's highest output, of an unpadded vocabulary. Many rows are two launches that write
-    logits."""
+def chosen(device: CudaDevice, args: Any, limits: Limits, workspace: Any, *, looks: int = 0, keeps: bool = False) -> Launch:
+    """A head and the choice of each row's highest output, of an unpadded vocabulary, as `kept_choices` has it. Many rows are two
+    launches that write logits."""
     a, _, choice = args.parts
     apart = sequence(linear(device, a, limits, workspace), argmax(device, choice, limits, None))
-    return by_rows([*kept_choices(device, a, choice, workspace), (1 << 30, apart)])
+    return by_rows([*kept_choices(device, a, choice, workspace, looks=looks, keeps=keeps), (1 << 30, apart)])
 
 
-def kept_choices(device: CudaDevice, a: Any, choice: Any, workspace: Any) -> list[tuple[int, Launch]]:
-    """Launches of a head that leave an argmax's choice (or its `Keys`) and write no logits, by the rows that they take at most.
-    Every warp keeps the best of its own (value and id, [warps, rows, 2]), and those are looked at. Where the weight has bytes a
-    first look by them is taken, and the rest runs only where that has given up. Where rows have to be invariant there is no look,
-    whose products are summed in another order."""
+def kept_choices(
+    device: CudaDevice, a: Any, choice: Any, workspace: Any, *, looks: int = 0, keeps: bool = False
+) -> list[tuple[int, Launch]]:
+    """Launches of a head that leave an argmax's choice (or its `Keys`), by the rows that they take at most; logits are written
+    where it `keeps` them. Every warp keeps the best of its own (value and id, [warps, rows, 2]), and those are looked at.
+    `looks`: rows of a launch at most whose bytes are looked at first, where the weight has some, and the rest runs only where
+    that has given up."""
     most, sizes = min(int(a.x.shape[0]), tile_rows(device, a)), sizes_of(device, a)
     rounded, before = rounding(device, a, workspace)
-    looks = screen.MOST_ROWS if not device.row_invariant and screen.screen_of(device, a) is not None else 0
+    looks = looks if looks and screen.screen_of(device, a) is not None else 0
     steps: list[tuple[int, Launch]] = []
     for size in (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1].rows < most):
         first, state = [], None
@@ -219,9 +270,20 @@ def kept_choices(device: CudaDevice, a: Any, choice: Any, workspace: Any) -> lis
             first, state = [launch, screen.choose(device, choice, looked)], a.weight.screen.state
         best = device.empty("linear.best", (int(device.num_sms) * TILE_WARPS, size.rows, 2), "f32")
         device.load(best, np.full(best.shape, -np.inf, np.float32))  # warps of blocks that are not launched
-        keep = tile(device, a, workspace, size, 0, best=best, state=state, rounded=rounded)
+        keep = tile(device, a, workspace, size, 0, best=best, keeps=keeps, state=state, rounded=rounded)
         steps.append((min(size.rows, most), sequence(*before, *first, keep, argmax_among(device, choice, best, state))))
     return steps
+
+
+def screened(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """`chosen` by a look at the weight's bytes. Its products are summed in another order, so that where rows have to be invariant
+    no text is chosen by it."""
+    return chosen(device, args, limits, workspace, looks=screen.MOST_ROWS)
+
+
+def kept(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
+    """`chosen` where somebody reads the outputs afterwards."""
+    return chosen(device, args, limits, workspace, keeps=True)
 
 
 def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
@@ -233,6 +295,10 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
         product = tiles(device, a, workspace, sizes, rounded=rounded) if is_tiled(device, a) else plain(device, a, rounded)
         return sequence(*before, product)
     if device.row_invariant:
+        if is_in_order(device, a):
+            return by_rows(in_order(device, a))
+        if is_in_halves(device, a):
+            return by_rows(in_halves(device, a))
         return tiles(device, a, workspace, INVARIANT) if is_tiled(device, a) else plain(device, a)
     steps: list[tuple[int, Launch]] = []  # most rows, launch
     if is_streamed(a) and (a.weight.nbytes <= SMALL or not is_tiled(device, a)):

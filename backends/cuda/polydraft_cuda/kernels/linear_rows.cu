@@ -5,7 +5,8 @@
 // shared memory in one order. The blocks of a cluster bring a part of the rows of x each, for all of them.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..128), OUTPUTS (a multiple of 16), CHUNKS (of 64 inputs in a
-// stage), STAGES (in flight), CLUSTER (1, 2, 4), OUT_F32, BIAS, GATED (as in linear_tile.cu).
+// stage), STAGES (in flight), CLUSTER (1, 2, 4), OUT_F32, BIAS, GATED (as in linear_tile.cu), ORDER (1: sums are taken in the order of the
+// inputs, whatever the size and the block).
 #include "tensor.cuh"
 #define WIDTH TOKENS
 #include "wgmma.cuh"
@@ -14,6 +15,7 @@
 constexpr int PRODUCTS = (OUTPUTS + 63) / 64, TURNS = PRODUCTS == 1 ? 2 : 1, GROUPS = PRODUCTS * TURNS, CONSUMERS = GROUPS * 128;
 constexpr int ACCUMULATORS = TOKENS / 2, X_PART = TOKENS / CLUSTER;
 constexpr int W_BYTES = OUTPUTS * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
+static_assert(!ORDER || TURNS == 1, "one group takes all inputs");
 static_assert(STAGES % TURNS == 0, "a place in the ring belongs to one group");
 constexpr int AHEAD = TOKENS >= 64;  // a stage is multiplied while the one before it ends
 #if OUT_F32
@@ -55,7 +57,7 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     __shared__ float shares[TURNS > 1 ? ACCUMULATORS : 1][128];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int count = (inputs / 64 + CHUNKS - 1) / CHUNKS, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
-    const int shift = blockIdx.x / CLUSTER * (CLUSTER > 1 ? 13 : 5) % count;  // blocks begin with different inputs
+    const int shift = ORDER ? 0 : blockIdx.x / CLUSTER * (CLUSTER > 1 ? 13 : 5) % count;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS / TURNS * CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");

@@ -4,9 +4,11 @@
 // multiple of 8 of them (of 16 with SPLIT 2). SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x
 // comes to each; each finishes half of the outputs, and is given the other's sums of them through shared memory.
 //
-// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
+// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x of a block at most: 8, 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
 // (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; rows of gate and up come one
-// by one). O is a multiple of 8.
+// by one), ORDER (0; where rows are invariant, 1: a sum is taken in the order of the inputs, 2: that of each half of them, and both are
+// added, by one block or two), SHARED (1, 2: blocks next to each other that bring half of the rows of x each for both; SPLIT 1, up to 128
+// TOKENS). O is a multiple of 8, with ORDER 2 I of 256.
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -15,7 +17,10 @@ constexpr int PRODUCTS = TOKENS > 128 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRO
 constexpr int FETCHERS = PRODUCTS > 1 ? 128 : 32;  // a warp group where registers pass from it to the others
 constexpr int W_BYTES = WIDTH * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
 constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (TOKENS < 64 ? (64 - TOKENS) * 128 : 0);  // where the other's sums lie
+static_assert(SHARED == 1 || SPLIT == 1 && PRODUCTS == 1, "who may share rows of x");
 static_assert(SPLIT == 1 || PRODUCTS == 1 && EIGHTS % 2 == 0, "what two blocks may share");
+constexpr int X_PART = TOKENS / SHARED;
+constexpr bool FOLDS = ORDER == 2 && SPLIT == 1;
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
@@ -88,30 +93,35 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-    const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
+    const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, first_row = blockIdx.y * TOKENS;
     const int units = (inputs / 64 + CHUNKS - 1) / CHUNKS, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
-    const int shift = TOKENS <= 64 ? tile * 5 % count : 0;  // blocks begin with different inputs
+    const int shift = TOKENS <= 64 && !ORDER ? tile * 5 % count : 0;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS);
+        for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS * SHARED);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (SPLIT > 1) cluster_arrive_relaxed();
+    if (SPLIT > 1 || SHARED > 1) cluster_arrive_relaxed();
     if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
         if (PRODUCTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x >= CONSUMERS + 32) return;
+        const int part = blockIdx.x % SHARED, bring = SHARED > 1 ? min(SHARED, (n - first_row + X_PART - 1) / X_PART) : 1;  // parts with rows
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
-            barrier_expect(f, STAGE);
+            barrier_expect(f, CHUNKS * (W_BYTES + bring * X_PART * 128));
             if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * (WIDTH / 2), (begin + (i + shift) % count) * CHUNKS, f);
             else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + CHUNKS * W_BYTES, f = shared_address(&full[s]);
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) load_box(to + c * X_BYTES, &x_map, ((begin + (i + shift) % count) * CHUNKS + c) * 64, 0, f);
+            for (int c = 0; c < CHUNKS; c++) {
+                const int column = ((begin + (i + shift) % count) * CHUNKS + c) * 64;
+                if (SHARED == 1) load_box(to + c * X_BYTES, &x_map, column, first_row, f);
+                else if (part < bring) load_shared_box(to + c * X_BYTES + part * X_PART * 128, &x_map, column, first_row + part * X_PART, f, (1 << SHARED) - 1);
+            }
         };
-        fetch_stages<STAGES, 1>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
+        fetch_stages<STAGES, SHARED>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
         if (SPLIT > 1) {
             __syncwarp();
             cluster_wait();
@@ -120,11 +130,26 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         return;
     }
     if (PRODUCTS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (SHARED > 1) cluster_wait();
     wait_for_previous();
     const int group = threadIdx.x >> 7;
-    float sums[PRODUCTS][WIDTH / 2] = {};
+    auto release = [&](int s) {
+        if ((threadIdx.x & 127) >= SHARED) return;
+        if (SHARED > 1) barrier_arrive_at(shared_address(&empty[s]), threadIdx.x & 127);
+        else barrier_arrive(shared_address(&empty[s]));
+    };
+    float sums[PRODUCTS][WIDTH / 2] = {}, lower[PRODUCTS][FOLDS ? WIDTH / 2 : 1] = {};
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
+        if (FOLDS && i == count / 2) {
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+            for (int p = 0; p < PRODUCTS; p++) {
+                accumulators_fence(sums[p]);
+#pragma unroll
+                for (int j = 0; j < (FOLDS ? WIDTH / 2 : 0); j++) lower[p][j] = sums[p][j], sums[p][j] = 0.f;
+            }
+        }
         const int s = i % STAGES;
         barrier_wait(shared_address(&full[s]), i / STAGES & 1);
         const unsigned w = base + s * STAGE, x = w + CHUNKS * W_BYTES + group * PRODUCTS * 8192;
@@ -140,12 +165,16 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the stage before it ends
 #pragma unroll
         for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
-        if (i > 0 && (threadIdx.x & 127) == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));  // nobody waits for the last one
+        if (i > 0) release((i - 1) % STAGES);  // nobody waits for the last one
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
-    const int warp = threadIdx.x >> 5 & 3, token = group * PRODUCTS * 64 + warp * 16;
+    for (int p = 0; p < PRODUCTS; p++) {
+        accumulators_fence(sums[p]);
+#pragma unroll
+        for (int j = 0; j < (FOLDS ? WIDTH / 2 : 0); j++) sums[p][j] += lower[p][j];
+    }
+    const int warp = threadIdx.x >> 5 & 3, token = first_row + group * PRODUCTS * 64 + warp * 16;
     out_t* stage = (out_t*)(raw + (base - shared_address(raw))) + (threadIdx.x >> 5) * 16 * PITCH;
     if (SPLIT > 1) {
         const unsigned mine = base + GIVEN + threadIdx.x * 16;
@@ -173,4 +202,5 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
 #endif
         rows.store();
     }
+    if (SHARED > 1) cluster_arrive_relaxed(), cluster_wait();  // the other may still say here what it has read
 }

@@ -12,9 +12,9 @@
 // are; weights come row by row, in chunks of 128 inputs, whose sums are added in float32.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..256), STAGES (chunks in flight), OUT_F32, BIAS,
-// CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up), BEST (out gets the highest output of
-// each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals, infinity for what is no number;
-// only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
+// CLUSTER (1, 2), GATED (w is [gate rows | up rows], out is [n, O / 2] and gets silu(gate) * up), BEST (1: instead of out, 2: besides,
+// `best` gets the highest output of each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals,
+// infinity for what is no number; only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
 // packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded), EIGHT (NUMBER 1, ROUNDED; x is
 // bytes). With GROUP at most 128 TOKENS. Inputs are a multiple of 64, of 128 where weights are packed.
 #include "tensor.cuh"
@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_tile(const float (&sums)[ACCUMULATORS], ou
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
-linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out,
+linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, float2* best,
             const act_t* __restrict__ bias, float* __restrict__ partial, unsigned* __restrict__ flags, const ScreenState* state, const float* scales,
             const unsigned char* zeros, const float* row_scales, int row_pitch, int n, int first_token, int outputs, int inputs) {
     if (BEST && !reads_whole(state)) return;
@@ -377,12 +377,13 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         const bool real[2] = {row < outputs, row + 8 < outputs};
         const float add[2] = {BIAS && real[0] ? to_float(bias[row]) : 0.f, BIAS && real[1] ? to_float(bias[row + 8]) : 0.f};
         keep_best(held, row, [&](int at) { return real[at >> 1 & 1] ? sums[at] + add[at >> 1 & 1] : -INFINITY_F; });
-#else
+#endif
+#if BEST != 1
         store_tile(sums, out, bias, tile * CLUSTER + rank, n, first_token, outputs);
 #endif
     }
 #if BEST
-    store_best(held, (float2*)out + ((int64_t)blockIdx.x * (CONSUMERS / 32) + (threadIdx.x >> 5)) * TOKENS);
+    store_best(held, best + ((int64_t)blockIdx.x * (CONSUMERS / 32) + (threadIdx.x >> 5)) * TOKENS);
 #endif
     if (CLUSTER > 1) cluster_arrive_relaxed(), cluster_wait();
 }

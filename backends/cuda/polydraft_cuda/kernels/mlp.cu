@@ -5,7 +5,9 @@
 constexpr int LANES = VECTOR ? 16 / sizeof(act_t) : 1;
 struct alignas(VECTOR ? 16 : sizeof(act_t)) Vector { act_t e[LANES]; };
 
-__device__ __forceinline__ float silu(float g) { return g >= 0.f ? g / (1.f + expf(-g)) : g * expf(g) / (1.f + expf(g)); }
+#if ACT == 0
+__device__ __forceinline__ float gated(float g, float up) { return (g >= 0.f ? g / (1.f + expf(-g)) : g * expf(g) / (1.f + expf(g))) * up; }
+#endif
 
 extern "C" __global__ void swiglu(const act_t* gate_up, act_t* out, int width) {
     begin_dependent();
@@ -15,6 +17,6 @@ extern "C" __global__ void swiglu(const act_t* gate_up, act_t* out, int width) {
     const Vector gate = *(const Vector*)(gate_up + row * 2 * width + at), up = *(const Vector*)(gate_up + row * 2 * width + width + at);
     Vector o;
 #pragma unroll
-    for (int i = 0; i < LANES; i++) o.e[i] = from_float<act_t>(silu(to_float(gate.e[i])) * to_float(up.e[i]));
+    for (int i = 0; i < LANES; i++) o.e[i] = from_float<act_t>(gated(to_float(gate.e[i]), to_float(up.e[i])));
     *(Vector*)(out + row * width + at) = o;
 }

@@ -21,8 +21,9 @@ LOGIT_OUTPUTS = ("logit_row", "logit_slot", "logit_position", "logit_start", "lo
 
 
 def pointers(a: Any, names: tuple[str, ...]) -> Any:
-    """The addresses of several buffers, as a structure of pointers."""
-    return (ctypes.c_void_p * len(names))(*(getattr(a, name).pointer for name in names))
+    """The addresses of several buffers, as a structure of pointers; null for what is left out."""
+    buffers = (getattr(a, name) for name in names)
+    return (ctypes.c_void_p * len(names))(*(None if one is None else one.pointer for one in buffers))
 
 
 def blocks(n: int) -> int:

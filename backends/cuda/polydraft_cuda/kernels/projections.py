@@ -45,12 +45,16 @@ class Split(NamedTuple):
     chunks: int
     stages: int
     blocks: int
+    order: int = 0
+    """In which sums are taken, as the kernel has it; such a launch takes any number of rows, in blocks of so many."""
 
 
 MOST_STAGES: Final = 16
 """Of a ring, where weights are packed."""
 ROWS_BYTES = 190 << 10
 """Bytes of `linear_rows` in flight."""
+SHARING: Final = 2
+"""Blocks of `linear_split` that bring many rows of x for each other, where one has all inputs of its outputs."""
 PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
 """Rows of a launch of `linear_pair` at most, to the double chunks in flight."""
 _FLAGS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -148,19 +152,19 @@ def defines(a: Any) -> dict[str, int]:
 
 
 def tile(
-    device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None, state: Any = None,
-    rounded: Rounded | None = None,
+    device: CudaDevice, a: Any, workspace: Any, size: Size, first: int, gated: Any = None, best: Any = None, keeps: bool = False,
+    state: Any = None, rounded: Rounded | None = None,
 ) -> Launch:  # fmt: skip
     """`linear_tile` for rows `first` to `first + size.rows`. Where `gated` is given, silu(gate) * up goes there alone; where
-    `best` is, the best outputs of each row, and with the `state` of a look only where this look wants it. `rounded`: the rows,
-    where they are others than x."""
+    `best` is, the best outputs of each row, alone unless it `keeps` outputs, and with the `state` of a look only where this look
+    wants it. `rounded`: the rows, where they are others than x."""
     outputs, inputs = a.weight.shape
     rounded = rounded or Rounded(a.x, None, 0)
     packing, eight, paired = packing_of(a), is_eight(a), gated is not None
     tokens, cluster, stages = packed_size(a, size) if packing else size
     function = device.function(
         source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(paired), BEST=int(best is not None), EIGHT=int(eight), **product_defines(a), **defines(a),
+        GATED=int(paired), BEST=0 if best is None else 1 + keeps, EIGHT=int(eight), **product_defines(a), **defines(a),
     )  # fmt: skip
     shared = stages * (TILE_ROWS * chunk_bytes(a) + tokens * 128) + 1024
     crowded = packing is not None and tokens >= (128 if packing.columns or eight else 256)  # as the kernel has it
@@ -173,7 +177,7 @@ def tile(
     scales, zeros = (a.weight.scales, a.weight.zeros) if packing else (None, None)
     return function.bind(
         num_blocks(device, a, cluster, at_once), threads, weights, tensor_map(device, rounded.x, tokens // cluster),
-        best or gated or a.out, a.bias, workspace.buffer, flags(device), state, scales, zeros, rounded.scales, rounded.pitch,
+        gated or a.out, best, a.bias, workspace.buffer, flags(device), state, scales, zeros, rounded.scales, rounded.pitch,
         ROWS, first, outputs, inputs, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
 
@@ -198,7 +202,7 @@ def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = Non
     stages -= stages % 2 if groups == 2 and share <= 64 else 0
     function = device.function(
         source("linear_rows.cu"), "linear_rows", arch_features="a", TOKENS=tokens, OUTPUTS=share, CHUNKS=chunks, STAGES=stages,
-        CLUSTER=cluster, GATED=int(gated is not None), **defines(a),
+        CLUSTER=cluster, GATED=int(gated is not None), ORDER=int(device.row_invariant), **defines(a),
     )  # fmt: skip
     clusters, threads = -(-outputs // (share * cluster)), groups * 128 + 32
     shared = stages * chunks * (share + tokens) * 128 + (-share % 64) * 128 + 1024
@@ -227,21 +231,24 @@ def pair(device: CudaDevice, a: Any, tokens: int) -> Launch:
 def split(device: CudaDevice, a: Any, size: Split, gated: Any = None) -> Launch | None:
     """`linear_split` for up to `size.rows` rows; None where its blocks would not run all at once."""
     outputs, inputs = a.weight.shape
-    tokens, width, chunks, stages, blocks = size
+    tokens, width, chunks, stages, blocks, order = size
+    sharing = SHARING if order == 2 and blocks == 1 and tokens > 64 else 1
     function = device.function(
         source("linear_split.cu"), "linear_split", arch_features="a", TOKENS=tokens, WIDTH=width, CHUNKS=chunks, STAGES=stages,
-        SPLIT=blocks, GATED=int(gated is not None), **defines(a),
+        SPLIT=blocks, GATED=int(gated is not None), ORDER=order, SHARED=sharing, **defines(a),
     )  # fmt: skip
-    tiles, band = -(-outputs // width), max(tokens, 64)  # a warp group reads 64 rows, whatever lies behind those of x
+    tiles = -(-outputs // (width * sharing)) * sharing
+    band = max(tokens, 64)  # a warp group reads 64 rows, whatever lies behind those of x
     threads = 3 * 128 if tokens > 128 else 2 * band + 32
     given = 2 * width * band if blocks > 1 else 0
     shared = stages * chunks * (width + tokens) * 128 + (band - tokens) * 128 + given + 1024
     if blocks > 1 and function.most_clusters(threads, shared, blocks) < tiles:
         return None
     return function.bind(
-        tiles * blocks, threads, tensor_map(device, a.weight, width, paired=int(gated is not None), chunks=chunks),
-        tensor_map(device, a.x, tokens), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
-        cluster=blocks if blocks > 1 else None, dependent=True,
+        (lambda n: (tiles * blocks, -(-n // tokens), 1)) if order else tiles * blocks, threads,
+        tensor_map(device, a.weight, width, paired=int(gated is not None), chunks=chunks),
+        tensor_map(device, a.x, tokens // sharing), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
+        cluster=max(blocks, sharing) if blocks * sharing > 1 else None, dependent=True,
     )  # fmt: skip
 
 

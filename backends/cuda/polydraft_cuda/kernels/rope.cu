@@ -47,8 +47,8 @@ extern "C" __global__ void rope_kv_write(const act_t* __restrict__ qkv, const in
         const int a = INTERLEAVED ? 2 * i : i, b = INTERLEAVED ? 2 * i + 1 : i + half;
         const float x = value(a), y = value(b);
         const float2 turn = turns[i];
-        place(a) = from_float<act_t>(x * turn.x - y * turn.y);
-        place(b) = from_float<act_t>(y * turn.x + x * turn.y);
+        place(a) = from_float<act_t>(rotated(x, -y, turn.x, turn.y));
+        place(b) = from_float<act_t>(rotated(y, x, turn.x, turn.y));
     }
     for (int i = rope_dims + lane; i < head_dim; i += 32) place(i) = NORMS ? from_float<act_t>(value(i)) : source[i];
 }

@@ -46,8 +46,8 @@ extern "C" __global__ void rope_kv_write_quant(const act_t* qkv, const int* row_
         const int a = INTERLEAVED ? 2 * i : i, b = INTERLEAVED ? 2 * i + 1 : i + half;
         const float x = value(a), y = value(b);
         const float2 turn = turns[i];
-        put(a, x * turn.x - y * turn.y);
-        put(b, y * turn.x + x * turn.y);
+        put(a, rotated(x, -y, turn.x, turn.y));
+        put(b, rotated(y, x, turn.x, turn.y));
     }
     for (int i = 2 * half + lane; i < head_dim; i += 32) put(i, value(i));
     if (is_q) return;

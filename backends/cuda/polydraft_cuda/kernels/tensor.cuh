@@ -57,6 +57,9 @@ __device__ __forceinline__ vec4 load_shared(unsigned a) {
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
+// An element that turns with another, `by` its cosine and sine; rounded in one way, whoever turns it.
+__device__ __forceinline__ float rotated(float x, float other, float cosine, float sine) { return __fmaf_rn(x, cosine, __fmul_rn(other, sine)); }
+
 // -- 16-bit pairs -------------------------------------------------------------------------------------
 #if ACT != 0
 __device__ __forceinline__ float low(unsigned pair) {
@@ -112,7 +115,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 #if ACT != 0
-// silu(gate) * up of two sums that are rounded as if they were stored. The parts of 1e-6 that it is off are lost in the rounding behind.
+// silu(gate) * up of two sums that are rounded as if they were stored, with or without a launch between. The parts of 1e-6 that it is off are lost in the rounding behind.
 __device__ __forceinline__ float gated(float gate, float up) {
     gate = to_float(from_float<act_t>(gate)), up = to_float(from_float<act_t>(up));
     const float e = exp2_fast(fabsf(gate) * -1.4426950408889634f);  // never beyond 1

@@ -683,6 +683,10 @@ def test_a_half_with_experts_is_one_chain_without_pauses():
     found = called(8)
     assert [source for source, *_ in found] == ["route.cu", "experts.cu", *shared, *["experts_tile.cu"] * 2, "experts_sum.cu"]
     assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts run"
+    narrow = bound(device, *half_of(device, hidden=4096, width=1408, experts=128, chosen=8, shared=1408))
+    for n in (1, 33, 65, 128):  # too few outputs for every multiprocessor to have some: two blocks share a tile
+        project = next(defines for source, _, defines in narrow(n) if source == "linear_split.cu")
+        assert (project["GATED"], project["SPLIT"], project["WIDTH"]) == (1, 2, 48)
     alone = half_of(device, shared=0)
     assert shown(device, *alone) == ["routed_experts"]
     found = bound(device, *alone)(8)

@@ -44,12 +44,9 @@ MIN_BLOCKS: Final = 2
 CHUNK_BYTES: Final = 16 * 64 * 2
 TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
 """Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once."""
-TILE_BYTES: Final = dict.fromkeys(TILE_TOKENS, 200 << 10)
-"""Bytes of such a block in flight, by its size."""
-ROW_BYTES: Final = (200 << 10, 200 << 10)
-"""Those of a block of `experts_row.cu`: of `down`, and of gate and up."""
-EVEN: Final = 2.0
-"""Rows of one expert at once for which a size is taken, to those of an even share."""
+TILE_BYTES: Final = 200 << 10
+"""Bytes of such a block, or of one of `experts_row.cu`, in flight. With half of them the blocks of two launches fit beside each
+other: that is slower, by a tenth for one row and by up to two fifths for more."""
 MOST_WIDTH: Final = 256
 """Rows of weights that a block of `experts_row.cu` multiplies at once."""
 MOST_CHOSEN: Final = 16
@@ -182,7 +179,7 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) ->
 def _fitting(tokens: int, experts: int, chosen: int) -> int:
     """Rows for which so many of one expert at once are enough: twice the rows of an even share are seldom exceeded, and what is
     exceeded is read from the second cache."""
-    return max(tokens, int(tokens * experts / (EVEN * chosen)))
+    return max(tokens, tokens * experts // (2 * chosen))
 
 
 def _plain(device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
@@ -218,7 +215,7 @@ def _row(
         row_width(int(device.num_sms), int(height), int(a.expert_ids.shape[1]), 16 if gated else 8),
     )
     stage, tiles = (width + 8) * 128, -(-int(height) // width)
-    stages = ROW_BYTES[gated] // stage
+    stages = TILE_BYTES // stage
     function = device.function(
         source("experts_row.cu"), "expert_row", arch_features="a", WIDTH=width, STAGES=stages, GATED=gated, EARLY=int(early),
         **act(a.x.dtype),
@@ -246,7 +243,7 @@ def _tile(
     experts, _, inputs = weight.shape
     chosen, tiles = int(a.expert_ids.shape[1]), -(-outputs // (TILE_ROWS // 2 if gated else TILE_ROWS))
     stage = (TILE_ROWS + tokens) * 128
-    stages = TILE_BYTES[tokens] // stage
+    stages = TILE_BYTES // stage
     function = device.function(
         source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, STAGES=stages, GATED=gated,
         EARLY=int(early), **act(a.x.dtype),

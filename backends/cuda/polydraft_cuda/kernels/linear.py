@@ -57,8 +57,6 @@ SPLIT_SIZES: tuple[tuple[int, int], ...] = ((32, 2), (64, 2), (128, 1))
 """Sizes of `linear_split` for two blocks a tile: rows of a launch at most, and chunks of a stage."""
 SPLIT_BYTES = 205 << 10
 """Bytes of such a block in flight at most."""
-MOST_SMALL_TILE_ROWS: Final = 0
-"""Rows up to which `linear_tile` takes gate and up that two blocks a tile could take as well."""
 GATED = Split(256, 0, 1, 4, 1)
 """The size of `linear_split` for gate and up where a block has many outputs; its width is a block's even share."""
 LEAST_GATED: Final = 80
@@ -218,14 +216,12 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
     if steps:
         steps += [(size.rows, one) for size in gated_splits(device, a) if (one := split(device, a, size, out))]
-    shared = split_sizes(device, a)
-    most = min(tile_rows(device, a), MOST_SMALL_TILE_ROWS if shared else 1 << 30)
-    if not steps and most:
-        rounded, before = rounding(device, a, workspace)
+    taken = max((tokens for tokens, _ in steps), default=0)
+    steps += [(size.rows, one) for size in split_sizes(device, a) if size.rows > taken and (one := split(device, a, size, out))]
+    if not steps:
+        most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
         joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
         steps = [(most, sequence(*before, joined))]
-    taken = max((rows for rows, _ in steps), default=0)
-    steps += [(size.rows, one) for size in shared if size.rows > taken and (one := split(device, a, size, out))]
     return by_rows([*steps, (1 << 30, apart)])
 
 

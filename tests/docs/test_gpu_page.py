@@ -185,5 +185,9 @@ def test_tables_of_experts_and_of_two_gpus_are_those_of_their_runs():
             assert f"| `{shape}` | {k} | {' | '.join(rounds(shape=shape, draft_tokens=k))} |" in page
         two, one = (rounds(shape="mimo-7b", draft_tokens=k, tensor_parallel=ranks) for ranks in (2, 1))
         assert f"| {k} | {' | '.join(two)} | {' / '.join(one)} |" in page
-    us = {row["batch"]: row["us"] for row in rows("collectives.json") if row["launches"] == "all_reduce"}
-    assert "| `all_reduce` | " + " | ".join(f"{us[count]:.1f}" for count in (1, 8, 32, 64, 128, 256)) + " |" in page
+    for named, launches in (
+        ("`all_reduce`", "all_reduce"), ("`all_reduce`, `residual_add+rms_norm`", "all_reduce, residual_add+rms_norm"),
+        ("joined", "all_reduce+residual_add+rms_norm"),
+    ):  # fmt: skip
+        us = {row["batch"]: row["us"] for row in rows("collectives.json") if row["launches"] == launches}
+        assert f"| {named} | " + " | ".join(f"{us[count]:.1f}" for count in (1, 8, 32, 64, 128, 256)) + " |" in page

@@ -32,6 +32,7 @@ from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.followers import Followers, Rungs, said, start_processes, start_threads
 from polydraft.host.input_processor import InputProcessor
 from polydraft.host.kv_blocks import BlockLedger
+from polydraft.host.rehearsal import Rehearsal, rehearse
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
@@ -293,6 +294,10 @@ class Engine:
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
             self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable, self._everywhere)
+        if isinstance(self.draft_policy, AdaptiveDrafts) and self.group is None and not self.runner.inputs.always:
+            rehearsal = Rehearsal(self.draft_policy.times, self.draft_policy.clock)
+            order, depth = self.info.capabilities.row_order, self.resolved.overlap
+            rehearse(rehearsal, self.runner, self.resolved.limits, order, overlap=depth)
         self._build_host()
         if self.group is not None:
             self.group.exchange.meet(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from bench import draft_policy_host_time as host_time
 from bench import draft_policy_traces as script
@@ -26,9 +27,18 @@ def test_the_table_of_the_host_is_that_of_its_result() -> None:
     assert all(row["us_without_decision"] < 2.0 for row in rows), "a counter and a clock"
 
 
+def works() -> list[list[dict[str, Any]]]:
+    """The rows of each work."""
+    rows, size = RESULT["rows"], len(script.FIXED) + 2
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
 def test_the_trace_is_as_the_page_says() -> None:
     trace = [row for row in RESULT["rows"] if row["work"] == "trace"]
     of = {name: [row for row in trace if row["shape"] == name] for name in ("ernie21, H200", "mimo-7b, H200")}
     assert script.best(of["ernie21, H200"])["auto_over_this_spread"][0] > 1.0
+    assert min(script.best(rows)["auto_over_this"] for rows in works()) > 0.97
+    first = [script.best(rows)["auto_over_this_first"] for rows in works()]
+    assert f"it is {sum(first) / len(first):.3f} of it over all cells, and {min(first):.3f} at worst" in PAGE
     known = next(row for row in of["mimo-7b, H200"] if row["policy"] == "known")
     assert known["tokens_per_s"] <= script.best(of["mimo-7b, H200"])["tokens_per_s"], "choosing alone gains nothing there"

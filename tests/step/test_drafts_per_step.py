@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
+from polydraft import engine as engine_module
 from polydraft.conformance.core_faults import no_keep_part
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import Always, DraftView, Windows, check_policy, ladder
+from polydraft.host.rehearsal import Rehearsal
 from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
 from tests.step.test_host_inputs import masked_plainly, served
@@ -163,6 +167,42 @@ def test_texts_where_the_policy_adapts(by: str, verify: str) -> None:
         assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
     assert sum(map(bool, served_by.totals.drafts_per_step)) > 2
     assert served_by.draft_policy.report()["step_ms"]
+    served_by.close()
+
+
+REHEARSED: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {"graph": "decode", "graph_sizes": (1, 3)},
+    "few blocks": {"num_blocks": 5},
+}
+
+
+@pytest.mark.parametrize("how", list(REHEARSED))
+@pytest.mark.parametrize("by", list(DEVICES))
+def test_an_engine_keeps_nothing_of_its_rehearsal_but_times(by: str, how: str) -> None:
+    options = {} if by == "reference" and how == "graphs" else REHEARSED[how]
+    with mock.patch.object(engine_module, "Rehearsal", partial(Rehearsal, most_s=60.0)):  # however busy this machine is
+        served_by = engine(MODEL, device=by, draft_tokens="auto:5", max_num_seqs=3, block_size=4, sanitize=True, **options)
+    policy, graphs = served_by.draft_policy, served_by.runner.graphs
+    assert isinstance(policy, AdaptiveDrafts)
+    assert policy.times.steps[-1].all() or how == "few blocks"
+    assert policy.times.limited_steps.any() or how == "few blocks"
+    assert served_by.totals.steps == 0
+    assert graphs is None or graphs.counters.replayed_steps == graphs.counters.eager_steps == 0
+    asks = [replace(ask, prompt_ids=ask.prompt_ids[:6], params=replace(ask.params, max_new_tokens=12)) for ask in ASKS]
+    outputs = drive(served_by, asks)
+    for ask, output in zip(asks, outputs, strict=True):
+        assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
+    is_consistent(served_by, outputs)
+    assert served_by.hazards == ()
+    served_by.close()
+
+
+def test_an_engine_whose_host_fills_inputs_does_not_rehearse() -> None:
+    """Its features would take these requests for some that are served."""
+    served_by = served("seed=1", proposer="host-suffix", draft_tokens="auto:3")
+    assert isinstance(served_by.draft_policy, AdaptiveDrafts)
+    assert not served_by.draft_policy.times.known.any()
     served_by.close()
 
 

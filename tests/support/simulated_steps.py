@@ -17,6 +17,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import DraftPolicy, DraftView, Windows
+from polydraft.host.rehearsal import MOST_S, Rehearsal
 from polydraft.host.slots import SlotTable
 
 
@@ -51,6 +52,14 @@ def _wandering(seed: tuple[int, int]) -> Array:
     return path
 
 
+def rehearse(world: World, rehearsal: Rehearsal, size: int) -> None:
+    """Steps of so many requests, as long as a rehearsal wants them."""
+    more = rehearsal.next_size()
+    while more:
+        world.step(rehearsal, size)
+        more = not rehearsal.done
+
+
 class World:
     """`size` requests, one a slot, that decode from the first step on; each until it has as many tokens as `lengths` [size] says,
     by default for ever. `noise`: spread of step times, as a part of them; `drift`: how far the machine's speed wanders from its
@@ -70,7 +79,7 @@ class World:
         """Rows that windows have left out."""
         self.now = 0.0
         """Milliseconds at the end of the last step."""
-        self._noise, self._late = noise, late
+        self._noise, self._drift, self._late, self._seed = noise, drift, late, seed
         self._rng, self._speeds = np.random.default_rng(seed), np.random.default_rng((seed, 1))
         self._slow, self._stretch = _wandering((seed, 2)) * drift, STRETCH * cost(Step(size, 1, size, 0, False))
         self._window, self._clock = 1, 0.0
@@ -88,9 +97,20 @@ class World:
         self._fate = self._rng.random((size, 1 << 12, self.limits.num_drafts), np.float32)
         self._outcomes: deque[tuple[Array, Array, Array, float]] = deque()
 
-    def adaptive(self, kind: type[AdaptiveDrafts] = AdaptiveDrafts) -> AdaptiveDrafts:
-        """The policy that is tried, with this world's clock."""
-        return kind(self.limits, clock=lambda: self._clock)
+    def adaptive(self, kind: type[AdaptiveDrafts] = AdaptiveDrafts, *, rehearsed: bool = False) -> AdaptiveDrafts:
+        """The policy that is tried, with this world's clock; after a rehearsal, as an engine has one, in another world."""
+        at = self
+        policy = kind(self.limits, clock=lambda: at._clock)
+        if rehearsed:
+            at = World(
+                self.limits.max_seqs, self.cost, lambda world, slots: np.zeros(world.limits.num_drafts),
+                most=self.limits.num_drafts, noise=self._noise, drift=self._drift, late=self._late, seed=self._seed + 1000,
+            )  # fmt: skip
+            rehearsal = Rehearsal(policy.times, policy.clock, most_s=1e3 * MOST_S)
+            for size in rehearsal.sizes:
+                rehearse(at, rehearsal, size)
+            at = self
+        return policy
 
     def step(self, policy: DraftPolicy, count: int | None = None, *, has_prefill: bool = False) -> int:
         """One step of the first `count` slots, by default of those that have not ended; answers the drafts that it makes."""

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.base import Limits
-from polydraft.host.adaptive_drafts import EVERY, SETTLING, TRIAL, StepTimes, hoped
+from polydraft.host.adaptive_drafts import BEGINNING, EVERY, SETTLING, TRIAL, StepTimes, hoped
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
+from polydraft.host.rehearsal import Rehearsal
 from polydraft.host.slots import SlotTable
 from tests.support.depth import crossed
-from tests.support.simulated_steps import Cost, Step, World
+from tests.support.simulated_steps import Cost, Step, World, rehearse
 
 GOOD, POOR = (0.8, 0.75, 0.75, 0.7, 0.7), (0.5, 0.4, 0.25, 0.2, 0.2)
 COSTS: dict[str, Cost] = {
@@ -385,3 +386,64 @@ def test_requests_count_by_what_they_still_write() -> None:
 
     assert most(long=0) == 5
     assert most(long=1) == 0
+
+
+# -- rehearsals -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rehearsal_tells_what_steps_take(late: int) -> None:
+    world = World(64, COSTS["weights"], lambda world, slots: np.array(GOOD), late=late)
+    policy = world.adaptive(rehearsed=True)
+    times = policy.times
+    assert [times.buckets[i] for i in np.flatnonzero(times.known)] == [1, 4, 16, 64]
+    for count in (1, 4, 16, 64):
+        bucket = times.buckets.index(count)
+        for rung, k in enumerate(policy.rungs):
+            exact = COSTS["weights"](Step(count, k + 1, count * (k + 1), k, False))
+            assert times.mean[bucket, rung] == pytest.approx(exact, rel=0.02)
+    rows = 64 * 5 * 0.02
+    assert times.part(times.mean[times.buckets.index(64)]) == pytest.approx(rows / (rows + 5 * 0.4), abs=0.1)
+    assert world.chosen == [], "in another world"
+
+
+def test_behind_a_rehearsal_it_begins_faster() -> None:
+    def pace(cost: Cost, chances: Any, *, rehearsed: bool) -> float:
+        world = World(32, cost, lambda world, slots: np.array(chances), noise=0.05, late=1)
+        return world.run(world.adaptive(rehearsed=rehearsed), 32, 120)
+
+    worlds = [(cost, chances) for cost in COSTS.values() for chances in (GOOD, POOR)]
+    gains = [pace(*world, rehearsed=True) / pace(*world, rehearsed=False) for world in worlds]
+    assert min(gains) > 0.98
+    assert sum(gains) > 1.01 * len(gains)
+
+
+def test_a_rehearsal_ends_when_its_time_is_over() -> None:
+    world = World(64, COSTS["weights"], lambda world, slots: np.array(GOOD))
+    policy, took = world.adaptive(), []
+    rehearsal = Rehearsal(policy.times, policy.clock, most_s=400.0)
+    for size in rehearsal.sizes:
+        rehearse(world, rehearsal, size)
+        took.append(world.now)
+    assert 100.0 < took[0] < 100.0 + 2 * COSTS["weights"](Step(64, 6, 384, 5, False))
+    assert took[-1] < 400.0 + 2 * COSTS["weights"](Step(1, 6, 6, 5, False))
+    assert policy.times.known[-1], "the largest batch has had its share"
+    assert not policy.times.steps[-1].all(), "but not for every rung"
+    assert policy.times.known[0], "and so has the smallest"
+
+
+def test_steps_of_another_kind_are_not_timed_in_a_rehearsal() -> None:
+    world = World(4, lambda step: COSTS["weights"](step) + 500.0 * step.has_prefill, lambda world, slots: np.array(GOOD))
+    policy = world.adaptive()
+    rehearsal = Rehearsal(policy.times, policy.clock, most_s=1e6)
+    rehearsal.next_size()
+    while not rehearsal.done:
+        i = len(world.chosen)
+        world.step(rehearsal, 4 if i % 17 else 3, has_prefill=i % 11 == 0)
+    assert policy.times.steps[2].all()
+    assert policy.times.mean[:, :-1].max() < 10.0
+
+
+def test_drafts_are_verified_before_the_first_decision_behind_a_rehearsal() -> None:
+    world = World(32, COSTS["rows"], lambda world, slots: np.array(POOR))
+    world.run(world.adaptive(rehearsed=True), 32, 40)
+    assert world.chosen[: BEGINNING - 1] == [3] * (BEGINNING - 1)
+    assert max(world.chosen[BEGINNING:]) < 2

@@ -11,9 +11,10 @@ is slow holds its slot the longer, so that a token of it is worth the more. The 
 whose drafts are right anyway, and leave the others for the end.
 
 Times are beliefs with a spread (`StepTimes`): rungs and buckets are alike, as far as they are neighbours, and what nobody
-measures grows uncertain. A rung is tried for a few steps where what that may bring, by its spread, is more than what the trial
-costs: the knowledge gradient (Frazier, Powell and Dayanik, 2008, doi:10.1137/070693424). So there are many trials while nothing
-is known, few later, and hardly one of a rung that is far behind.
+measures grows uncertain. The first ones are those of a rehearsal, where there was one (`polydraft.host.rehearsal`). A rung is
+tried for a few steps where what that may bring, by its spread, is more than what the trial costs: the knowledge gradient
+(Frazier, Powell and Dayanik, 2008, doi:10.1137/070693424). So there are many trials while nothing is known, few later, and hardly
+one of a rung that is far behind.
 
 Requests are told apart: a draft whose chance, times those before it, is worth less than the row that verifies it is not verified
 (`windows`). What a row costs belongs to the beliefs: where that is nothing, as in steps that are bound by weights or replayed at
@@ -54,8 +55,9 @@ STAY = 96, 256
 """Steps for which what a trial shows is useful, at least and at most; between them, as many as the bucket has seen so far."""
 GAIN = 0.015
 """By how much more pace another rung must promise, and windows: no change is free."""
-FIRST = 3
-"""Drafts of the first steps at most, when nothing is known."""
+FIRST, BEGINNING = 3, 5
+"""Drafts of the first steps at most; and the steps before the first decision where times are known from a rehearsal, which does
+not show whether drafts are right."""
 FAR = 512
 """Tokens still to write for which a request counts at most: ends that are further away are seldom reached."""
 FORGET, FORGET_ALL = 0.95, 0.98
@@ -81,6 +83,8 @@ ROWS, ROWS_SPREAD, ROWS_AWAY, ROWS_STALE = 0.5, 0.4, 0.1, 0.001
 """The part of a draft's cost that is the row which verifies it, and the spreads of that."""
 UNSEEN = 0.006
 """Spread of the pace of a rung, as a part of it, after each step that verified fewer drafts: texts change."""
+MOST_NOISE = 0.5
+"""Spread of several times that is believed at most: one that was interrupted says little of the others."""
 UNREST, NOISE = 0.02, 0.1
 """Change of the times of all rungs from one step to the next, and the spread of one step's time, until both are known."""
 
@@ -154,7 +158,7 @@ class StepTimes:
         lower, upper = ordered[: count - count // 2], ordered[count // 2 :]  # both have the middle one, if there is one
         seconds = max((lower[-1] + upper[0]) / 2.0, 1e-9)
         if count > 2:
-            spread = 1.25 * (sum(upper) - sum(lower)) / (count * seconds)
+            spread = min(1.25 * (sum(upper) - sum(lower)) / (count * seconds), MOST_NOISE)
             self._timed += count
             self.noise += max(count / self._timed, 0.03) * (spread - self.noise)
         saved = self.part(mean) * spared
@@ -296,7 +300,8 @@ class AdaptiveDrafts:
         self.rungs = ladder(limits.num_drafts)
         self.times = StepTimes(default_buckets(limits.max_seqs), self.rungs)
         self.acceptance = Acceptance(limits)
-        self._clock = clock
+        self.clock = clock
+        """Seconds."""
         self._rung = bisect.bisect_right(self.rungs, FIRST) - 1
         """The number that is chosen, as an index of `rungs`, like all below."""
         self._bucket, self._bounds = 0, (0, 0)
@@ -322,7 +327,7 @@ class AdaptiveDrafts:
     def choose(self, view: DraftView) -> int:
         """The rung that was decided on, and now and then another decision. The time since the last call is that of a step, if the
         last ones were like it."""
-        now, count = self._clock(), len(view.decode)
+        now, count = self.clock(), len(view.decode)
         if not count or view.has_prefill:
             self._settled = 0
             return self.rungs[self._rung]
@@ -339,9 +344,11 @@ class AdaptiveDrafts:
         return self.rungs[self._rung]
 
     def _enter(self, bucket: int) -> None:
-        """Another number of requests decodes: steps are timed anew, and decided on at once."""
+        """Another number of requests decodes: steps are timed anew, and decided on at once; but behind a rehearsal drafts
+        must have been verified."""
         self._file()
-        self._bucket, self._settled, self._left, self._pause, self._limited_seconds = bucket, 0, 0, EVERY, 0.0
+        self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, EVERY, 0.0
+        self._left = BEGINNING if not self._looked and self.times.known.any() else 0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
     def _file(self) -> None:

@@ -164,6 +164,11 @@ class HostInputs:
             self._stream = further_stream(device, "inputs")
             self._uploaded, self._consumed = device.event(), device.event()
 
+    @property
+    def always(self) -> bool:
+        """Whether features take part in every step."""
+        return self.fills_first or bool(self.of(bound=False))
+
     def of(self, *, bound: bool) -> list[HostFeature]:
         """The features that take part in a step."""
         return [feature for feature in self.features if bound or not _for_bound(feature)]

@@ -94,6 +94,12 @@ def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
     return sum(part.nbytes for part in _parts(a))
 
 
+def idle_at_first(a: Any, pointer: int = 0) -> tuple[int, int]:
+    """Where the terms lie in a workspace at `pointer`, and their bytes: nobody touches them before the second product."""
+    terms = _parts(a, pointer)[3]
+    return terms.pointer, terms.nbytes
+
+
 def is_streamed(a: Any) -> bool:
     """Whether `experts_stream.cu` takes these experts."""
     _, both, hidden = a.gate_up.shape

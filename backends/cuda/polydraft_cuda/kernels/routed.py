@@ -50,10 +50,16 @@ def _records(args: Any) -> _Records:
 
 
 def workspace_bytes(device: CudaDevice, args: Any, limits: Limits) -> int:
-    """What the experts want, and behind it what projections want: lists outlast these."""
+    """What the experts want: projections, which end before there are terms, have the place of these, or where they want more than
+    that, one of their own behind all. What has been listed outlasts them."""
     found = _records(args)
-    projections = (linear.workspace_bytes(device, one, limits) for one in found.shared[::2])
-    return experts.workspace_bytes(device, found.experts, limits) + max(projections, default=0)
+    whole = experts.workspace_bytes(device, found.experts, limits)
+    wanted = _scratch_bytes(device, found.shared, limits)
+    return whole if wanted <= experts.idle_at_first(found.experts)[1] else whole + wanted
+
+
+def _scratch_bytes(device: CudaDevice, shared: Sequence[Any], limits: Limits) -> int:
+    return max((linear.workspace_bytes(device, one, limits) for one in shared[::2]), default=0)
 
 
 def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
@@ -64,8 +70,10 @@ def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any
     between: list[Launch] = []
     if shared:
         up, activation, down = shared
-        behind = workspace.buffer.pointer + experts.workspace_bytes(device, a, limits)
-        scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=behind))
+        place, room = experts.idle_at_first(a, workspace.buffer.pointer)
+        if _scratch_bytes(device, shared, limits) > room:
+            place = workspace.buffer.pointer + experts.workspace_bytes(device, a, limits)
+        scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=place))
         if linear.is_gated(device, up):
             between = [linear.gated(device, CompositeArgs((up, activation)), limits, scratch)]
         else:

@@ -32,6 +32,7 @@ from polydraft.serving.main import _Uvicorn
 from tests.serving.conftest import MODEL, Served
 from tests.serving.test_limits import LONG, SHORT, offline, post, serve, slow_down, worker
 from tests.support import tiny
+from tests.support.cpu import needs_kernels
 
 __all__ = ["serve"]  # the fixture
 PROGRAM = "from polydraft.cli import main; main()"
@@ -43,6 +44,27 @@ def figures(served: Served) -> dict[str, float]:
 
 
 # -- a whole server -----------------------------------------------------------------------------------------------------
+@needs_kernels
+@pytest.mark.deep
+def test_an_engine_that_has_lost_a_rank_is_replaced(serve: Callable[..., Served]) -> None:
+    """It would serve nothing any more."""
+    served = serve("--backend", "cpu", "--device", "cpu?threads=1", "--tensor-parallel", "2")
+    first = worker(served)
+    assert post(served, **SHORT).status_code == 200
+    ranks = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+    for one in ranks:
+        if b"polydraft.rank_worker" in Path(f"/proc/{one}/cmdline").read_bytes():
+            os.kill(int(one), signal.SIGKILL)
+    lost = post(served, **SHORT)
+    assert (lost.status_code, "rank 1 " in lost.text) == (500, True)
+    until = time.monotonic() + 60
+    while worker(served) in (0, first) or served.status("/ready")[0] != 200:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert post(served, **SHORT).status_code == 200
+    assert sum(value for name, value in figures(served).items() if name.startswith("polydraft:engine_restarts")) == 1
+
+
 def test_a_server_tells_what_it_does_while_it_starts_and_drains(serve: Callable[..., Served]) -> None:
     served = serve(wait=False)
     served.listens()

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cpu import needs_kernels
 from tests.support.letters import checkpoint
 from tests.support.progress import say
 
@@ -107,15 +108,15 @@ class Site:
         return False
 
 
-def worker_of(pid: int) -> int:
-    """The engine's process of a replica's."""
+def worker_of(pid: int, module: bytes = b"polydraft.serving.worker") -> int:
+    """The engine's process of a replica's; or another one, that runs a module, of its parent's."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid and b"polydraft.serving.worker" in (folder / "cmdline").read_bytes():
+                if parent == pid and module in (folder / "cmdline").read_bytes():
                     return int(folder.name)
-    raise AssertionError(f"process {pid} has no engine")
+    raise AssertionError(f"process {pid} has none that runs {module.decode()}")
 
 
 class Load:
@@ -234,6 +235,27 @@ def test_a_killed_engine_costs_what_it_was_serving(site: Site, model: str, texts
         assert one.begin < killed < one.end
         assert one.status == 503
         assert "ended" in one.text
+
+
+@needs_kernels
+def test_a_killed_rank_costs_what_its_engine_was_serving(site: Site, model: str, texts: dict[str, str]) -> None:
+    """Its engine ends with a sentence, and all of its ranks are started anew."""
+    site.deploy(model, engine={"backend": "cpu", "device": "cpu?threads=1", "tensor_parallel": 2})
+    with Load(site.url, clients=3) as load:
+        assert site.becomes(lambda: len(load.answers) > 20)
+        name, (_, pid) = next(iter(site.engines().items()))
+        killed = time.monotonic()
+        os.kill(worker_of(worker_of(pid), b"polydraft.rank_worker"), signal.SIGKILL)
+        assert site.becomes(lambda: name not in site.engines() and len(site.engines()) == 2)
+        again = time.monotonic() - killed
+        count = len(load.answers)
+        assert site.becomes(lambda: len(load.answers) > count + 20)
+    told("killed rank", load, seconds=round(again, 1))
+    assert not wrong(load, texts)
+    assert len(load.lost) <= SLOTS
+    for one in load.lost:  # the engine knows it by the next step
+        assert one.begin < killed + 2
+        assert one.status in (500, 503)
 
 
 def test_a_killed_node_costs_what_it_was_serving(site: Site, model: str, texts: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import zmq
@@ -128,16 +128,23 @@ class Worker:
         self._changes: deque[Change] = deque()
         """Administrative commands, in their order; the first one is being done."""
         self._lanes: Lanes | None = None
+        self.failure = ""
+        """Why the engine serves nothing any more; another one has to take its place."""
 
     def run(self) -> bool:
-        """Serve until asked to stop, or until the other process is gone; whether all was sent."""
+        """Serve until asked to stop, until the engine has failed for good, or until the other process is gone; whether all was
+        sent."""
         try:
-            while not self._stopping:
+            while not self._stopping and not self.failure:
                 self._turn()
+                self.failure = self._engine.failure if self._engine is not None else ""
         except _Orphaned:
             return False
         if self._engine is not None:
-            self._engine.close()
+            if self.failure:
+                self._tell(self._engine, always=True)
+            with suppress(DeviceError) if self.failure else nullcontext():
+                self._engine.close()
         return self._sender.end(ORPHANED_S)
 
     def _turn(self) -> None:
@@ -335,8 +342,9 @@ def main() -> None:
     for socket, endpoint in zip((commands, events), sys.argv[1:], strict=True):
         socket.setsockopt(zmq.LINGER, 1000 * ORPHANED_S)
         socket.connect(endpoint)
+    worker = Worker(commands, events)
     try:
-        sent = Worker(commands, events).run()
+        sent = worker.run()
     except (Exception, SystemExit):  # noqa: BLE001  the process ends of it, whatever its other thread waits for
         traceback.print_exc()
         sys.stderr.flush()
@@ -346,6 +354,8 @@ def main() -> None:
     for socket in (commands, events):
         socket.close()
     context.term()
+    if worker.failure:
+        sys.exit(f"polydraft: the engine has failed: {worker.failure}")
 
 
 if __name__ == "__main__":

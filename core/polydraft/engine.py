@@ -26,7 +26,7 @@ from polydraft.errors import CapabilityError, CheckpointError, DeviceError, Poly
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
-from polydraft.host.device_memory import check_fits, check_weights
+from polydraft.host.device_memory import check_fits, check_weights, fill
 from polydraft.host.draft_policy import DraftPolicy, check_policy
 from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.followers import Followers, Rungs, said, start_processes, start_threads
@@ -274,6 +274,7 @@ class Engine:
         self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
         whole: dict[str, Weight] = {**self._custom_blocks}
         bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
+        self.resolved = fill(self.device, self.resolved, self._least, meeting)
         check_fits(self.device, self.resolved, meeting)
         steps = StepConfig(
             limits=self.resolved.limits, dtype=self.resolved.dtype, verify=self.resolved.verify, overlap=self.resolved.overlap,
@@ -388,6 +389,10 @@ class Engine:
     def _everywhere(self, so: bool) -> bool:
         """Whether something is so on all ranks, which all ask this."""
         return so if self.group is None else self.group.exchange.everywhere(so)
+
+    def _least(self, count: int) -> int:
+        """The least of what all ranks bring, which all ask this."""
+        return count if self.group is None else self.group.exchange.least(count)
 
     @property
     def _own_rank(self) -> int:

@@ -29,7 +29,9 @@ from polydraft.sampling_params import MAX_STOP_TOKENS
 from polydraft.step.graphs import Mode, default_buckets
 
 CACHE_BUDGET = 1 << 30
-"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more."""
+"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more, or the device tells how much memory
+it has (`host/device_memory.py`)."""
+EVERY_SLOT = "every slot at full length"
 DEFAULT_DRAFTS = 3
 WITH_HEAD = ("mtp", "hybrid")
 """Proposers that draft with the MTP head of the checkpoint, where no draft model is named."""
@@ -89,6 +91,16 @@ class Resolved:
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
         return {d.name: d.chosen for d in self.decisions}
+
+    def with_blocks(self, num_blocks: int, reason: str) -> Resolved:
+        """The same plan with a pool of so many KV blocks."""
+        size = int(self.describe()["kv_cache_bytes"]) // self.limits.num_blocks
+        chosen = {"num_blocks": (num_blocks, reason), "kv_cache_bytes": (num_blocks * size, _pool_bytes(num_blocks, size))}
+        decisions = tuple(
+            dataclasses.replace(one, chosen=chosen[one.name][0], reason=chosen[one.name][1]) if one.name in chosen else one
+            for one in self.decisions
+        )
+        return dataclasses.replace(self, limits=dataclasses.replace(self.limits, num_blocks=num_blocks), decisions=decisions)
 
 
 class _Negotiation:
@@ -548,15 +560,17 @@ def _num_blocks(n: _Negotiation, per_slot: int, size: int) -> int:
     if asked == AUTO:
         affordable = max(CACHE_BUDGET // max(size, 1), per_slot)  # layers may keep nothing in blocks
         chosen = min(wanted, affordable)
-        reason = (
-            "every slot at full length" if wanted <= affordable else f"what {CACHE_BUDGET >> 20} MiB hold, at least one request"
-        )
+        reason = EVERY_SLOT if wanted <= affordable else f"what {CACHE_BUDGET >> 20} MiB hold, at least one request"
     else:
         chosen = int(asked)
         reason = f"{wanted} would hold every slot at full length, {per_slot} one request"
     n.choose("num_blocks", chosen, reason)
-    n.choose("kv_cache_bytes", chosen * size, f"{chosen} blocks of {size:,} bytes over all layers that draft or verify")
+    n.choose("kv_cache_bytes", chosen * size, _pool_bytes(chosen, size))
     return chosen
+
+
+def _pool_bytes(num_blocks: int, size: int) -> str:
+    return f"{num_blocks} blocks of {size:,} bytes over all layers that draft or verify"
 
 
 def _slot_states(n: _Negotiation, size: int, limits: Limits) -> None:

@@ -10,8 +10,9 @@ import pytest
 from polydraft import LLM, reference
 from polydraft.conformance.target import wrap
 from polydraft.errors import DeviceError
-from polydraft.host.device_memory import RESERVE, check_fits, check_weights
+from polydraft.host.device_memory import RESERVE, SHARE, check_fits, check_weights
 from polydraft.reference.device import ReferenceDevice
+from polydraft.resolve import EVERY_SLOT
 from tests.support import tiny
 
 BLOCK = 1 << 20
@@ -125,3 +126,48 @@ def test_loading_is_told_byte_by_byte():
     assert told == sorted(told)
     assert told[-1] == (sum(sizes), sum(sizes))
     assert len(told) == len(sizes)
+
+
+def opened(**wishes: Any) -> Any:
+    """An engine of eight requests of 64 tokens on the reference, closed."""
+    wishes = {"max_num_seqs": 8, "max_model_len": 64, "draft_tokens": 0, **wishes}
+    engine = LLM(model=str(tiny.checkpoint("narrow")), plugin=reference, plugins=tiny.PLUGINS, **wishes).engine
+    engine.close()
+    return engine
+
+
+def reason(engine: Any, name: str) -> str:
+    return next(one.reason for one in engine.resolved.decisions if one.name == name)
+
+
+def test_blocks_take_their_share_of_what_a_device_says_is_free(monkeypatch: pytest.MonkeyPatch):
+    every = opened().resolved
+    block = every.describe()["kv_cache_bytes"] // every.limits.num_blocks
+    for fit, wanted in ((20, 20), (4, 4), (every.limits.num_blocks + 1, every.limits.num_blocks)):
+        free = int((fit * block + RESERVE) / SHARE) + 1
+        monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _, free=free: free, raising=False)
+        engine = opened()
+        assert engine.resolved.limits.num_blocks == wanted
+        assert engine.resolved.describe()["kv_cache_bytes"] == wanted * block
+        assert sum(cache.nbytes for cache in engine.runner.memory.caches.values()) == wanted * block
+        assert reason(engine, "num_blocks") == (
+            "what 90% of the memory hold that weights have left" if fit == wanted else EVERY_SLOT
+        )
+        assert opened(num_blocks=17).resolved.limits.num_blocks == 17, "what is asked for is kept to"
+
+
+def test_more_blocks_than_the_budget_of_silent_devices_where_a_device_has_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polydraft.resolve.CACHE_BUDGET", 1 << 12)
+    silent = opened().resolved.limits
+    monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _: 1 << 30, raising=False)
+    assert opened().resolved.limits.num_blocks == silent.max_seqs * silent.max_blocks > silent.num_blocks
+
+
+def test_ranks_have_as_many_blocks_as_the_one_with_least_memory(monkeypatch: pytest.MonkeyPatch):
+    whole = opened(tensor_parallel=2).resolved
+    block = whole.describe()["kv_cache_bytes"] // whole.limits.num_blocks
+    frees = iter(range(20, 24, 2))
+    monkeypatch.setattr(
+        ReferenceDevice, "free_memory", lambda _: int((next(frees, 20) * block + RESERVE) / SHARE) + 1, raising=False
+    )
+    assert opened(tensor_parallel=2).resolved.limits.num_blocks == 20

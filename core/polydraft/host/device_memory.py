@@ -1,7 +1,7 @@
 """Checks whether weights, and then the KV blocks of an engine, fit into the free memory of its device, and says what would fit if
-they do not.
+they do not; takes as many blocks as fit where their number was left open.
 
-The engine calls it before it reads weights, and once they are loaded. It allocates nothing, and does not check a device that does
+The engine calls it before it reads weights, and once they are loaded. It allocates nothing, and leaves a device alone that does
 not report its free memory (`free_memory`).
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from polydraft.config import AUTO
 from polydraft.device import Device
 from polydraft.errors import DeviceError
-from polydraft.resolve import Resolved
+from polydraft.resolve import EVERY_SLOT, Resolved
 
 RESERVE = 1 << 28
 """Bytes that are left to buffers of the step, graphs and the driver."""
+SHARE = 0.9
+"""Of what is free behind the weights, what KV blocks take at most where nobody says how many: others use the device, too."""
 
 
 def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int], draft_model: int = 0) -> None:
@@ -34,6 +37,24 @@ def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int],
     plans = plans or ["choose a smaller model, or a device with more memory"]
     held = f"the weights take {_gib(total)} in {resolved.dtype}, and device {device.spec} has {_gib(free)} free"
     raise DeviceError(f"{held}; {', or '.join(plans)}")
+
+
+def fill(device: Device, resolved: Resolved, least: Callable[[int], int], collectives: int = 0) -> Resolved:
+    """The plan with as many KV blocks as `SHARE` of the free memory holds, at most every slot at full length, where `num_blocks`
+    is "auto". `least`: the least of what all ranks have, which all ask; `collectives`: bytes in which they will meet. One request
+    at full length that does not fit is left to `check_fits`."""
+    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
+    limits, told = resolved.limits, resolved.describe()
+    block = int(told["kv_cache_bytes"]) // limits.num_blocks
+    left_open = any(one.name == "num_blocks" and one.asked == AUTO for one in resolved.decisions)
+    if ask is None or not block or not left_open:
+        return resolved
+    free = ask() - int(told.get("slot_state_bytes", 0)) - collectives
+    fit = least(max(int(SHARE * free) - RESERVE, 0) // block)
+    every = limits.max_seqs * limits.max_blocks
+    if fit >= every:
+        return resolved.with_blocks(every, EVERY_SLOT)
+    return resolved.with_blocks(max(fit, limits.max_blocks), f"what {SHARE:.0%} of the memory hold that weights have left")
 
 
 def check_fits(device: Device, resolved: Resolved, collectives: int = 0) -> None:

@@ -156,6 +156,11 @@ class Exchange:
         """Whether something is so on all ranks. Waits and raises as `agree` does."""
         return not self.agree("", not so)[1]
 
+    def least(self, count: int) -> int:
+        """The least number that a rank has brought. Waits and raises as `agree` does."""
+        mine = np.array([count], np.int64)
+        return int(min(self._swap(Note("start", 0, 0, 0, mine.nbytes), mine, math.inf))[0])
+
     def _swap(self, note: Note, mine: Array, patience_s: float, suspect: int = 0) -> list[Array]:
         self._count += 1
         slot = self._count % 2

@@ -29,8 +29,8 @@ from polydraft.sampling_params import MAX_STOP_TOKENS
 from polydraft.step.graphs import Mode, default_buckets
 
 CACHE_BUDGET = 1 << 30
-"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more, or the device tells how much memory
-it has (`host/device_memory.py`)."""
+"""Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more, or the device tells how much is
+free (`host/device_memory.py`)."""
 EVERY_SLOT = "every slot at full length"
 DEFAULT_DRAFTS = 3
 WITH_HEAD = ("mtp", "hybrid")

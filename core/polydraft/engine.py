@@ -295,7 +295,8 @@ class Engine:
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
             self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable, self._everywhere)
-        if isinstance(self.draft_policy, AdaptiveDrafts) and self.group is None and not self.runner.inputs.always:
+        drafts = self.resolved.limits.num_drafts
+        if drafts and isinstance(self.draft_policy, AdaptiveDrafts) and self.group is None and not self.runner.inputs.always:
             rehearsal = Rehearsal(self.draft_policy.times, self.draft_policy.clock)
             order, depth = self.info.capabilities.row_order, self.resolved.overlap
             rehearse(rehearsal, self.runner, self.resolved.limits, order, overlap=depth)

@@ -1,5 +1,6 @@
 """Whether weights and KV blocks of an engine fit, and what is said where they do not."""
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from polydraft import LLM, reference
 from polydraft.conformance.target import wrap
 from polydraft.errors import DeviceError
-from polydraft.host.device_memory import RESERVE, SHARE, check_fits, check_weights
+from polydraft.host.device_memory import LOGITS, RESERVE, SHARE, check_fits, check_weights
 from polydraft.reference.device import ReferenceDevice
 from polydraft.resolve import EVERY_SLOT
 from tests.support import tiny
@@ -140,13 +141,21 @@ def reason(engine: Any, name: str) -> str:
     return next(one.reason for one in engine.resolved.decisions if one.name == name)
 
 
+def free_for(resolved: Any, blocks: int) -> int:
+    """Bytes of which so many blocks are the share."""
+    limits, block = resolved.limits, resolved.describe()["kv_cache_bytes"] // resolved.limits.num_blocks
+    return int((blocks * block + LOGITS * 4 * limits.max_logit_rows * limits.vocab_size) / SHARE) + RESERVE + 1
+
+
 def test_blocks_take_their_share_of_what_a_device_says_is_free(monkeypatch: pytest.MonkeyPatch):
     every = opened().resolved
     block = every.describe()["kv_cache_bytes"] // every.limits.num_blocks
-    for fit, wanted in ((20, 20), (4, 4), (every.limits.num_blocks + 1, every.limits.num_blocks)):
-        free = int((fit * block + RESERVE) / SHARE) + 1
+    monkeypatch.setattr("polydraft.resolve.CACHE_BUDGET", block)
+    assert opened().resolved.limits.num_blocks == every.limits.max_blocks, "of a device that does not tell"
+    for fit in (20, every.limits.num_blocks + 1):
+        free = free_for(every, fit)
         monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _, free=free: free, raising=False)
-        engine = opened()
+        engine, wanted = opened(), min(fit, every.limits.num_blocks)
         assert engine.resolved.limits.num_blocks == wanted
         assert engine.resolved.describe()["kv_cache_bytes"] == wanted * block
         assert sum(cache.nbytes for cache in engine.runner.memory.caches.values()) == wanted * block
@@ -156,18 +165,21 @@ def test_blocks_take_their_share_of_what_a_device_says_is_free(monkeypatch: pyte
         assert opened(num_blocks=17).resolved.limits.num_blocks == 17, "what is asked for is kept to"
 
 
-def test_more_blocks_than_the_budget_of_silent_devices_where_a_device_has_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("polydraft.resolve.CACHE_BUDGET", 1 << 12)
-    silent = opened().resolved.limits
-    monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _: 1 << 30, raising=False)
-    assert opened().resolved.limits.num_blocks == silent.max_seqs * silent.max_blocks > silent.num_blocks
+def test_what_devices_that_do_not_tell_are_given_is_given_where_it_fits(monkeypatch: pytest.MonkeyPatch):
+    every = opened().resolved
+    block = every.describe()["kv_cache_bytes"] // every.limits.num_blocks
+    for fit in (7, every.limits.num_blocks):
+        monkeypatch.setattr(ReferenceDevice, "free_memory", lambda _, fit=fit: fit * block + RESERVE, raising=False)
+        assert opened().resolved.limits.num_blocks == fit
 
 
 def test_ranks_have_as_many_blocks_as_the_one_with_least_memory(monkeypatch: pytest.MonkeyPatch):
     whole = opened(tensor_parallel=2).resolved
-    block = whole.describe()["kv_cache_bytes"] // whole.limits.num_blocks
-    frees = iter(range(20, 24, 2))
+    monkeypatch.setattr("polydraft.resolve.CACHE_BUDGET", 1)
+    frees = {"rank 1": free_for(whole, 20)}
     monkeypatch.setattr(
-        ReferenceDevice, "free_memory", lambda _: int((next(frees, 20) * block + RESERVE) / SHARE) + 1, raising=False
+        ReferenceDevice, "free_memory", lambda _: frees.get(threading.current_thread().name, free_for(whole, 24)), raising=False
     )
     assert opened(tensor_parallel=2).resolved.limits.num_blocks == 20
+    frees["rank 1"] = free_for(whole, 28)
+    assert opened(tensor_parallel=2).resolved.limits.num_blocks == 24

@@ -46,6 +46,12 @@ def span(capacity: int) -> int:
     return max(-(-capacity // (16 * BLOCKS)) * 16, CHUNK)
 
 
+def region_bytes(size: int, capacity: int) -> int:
+    """Bytes of the memory of one of `size` ranks that the others write into: words, flags, stretches, and words that carry their
+    count (`Region` of `collectives.cu`)."""
+    return 8 * (_DEAD + 2 * BLOCKS * size) + 2 * size * (BLOCKS * span(capacity) + WORD_ROWS * WORD_BYTES)
+
+
 class MeetingPlace:
     """What the collectives of one rank are bound to. Ranks find each other when they launch the first one."""
 
@@ -92,8 +98,7 @@ class MeetingPlace:
     def _made(self) -> Any:
         device, exchange = self.device, self._group.exchange
         each = span(exchange.capacity)
-        nbytes = 8 * (_DEAD + 2 * BLOCKS * self.size) + 2 * self.size * (BLOCKS * each + WORD_ROWS * WORD_BYTES)
-        memory = device.empty("ranks.region", (nbytes,), "u8")
+        memory = device.empty("ranks.region", (region_bytes(self.size, exchange.capacity),), "u8")
         device.fill_bytes(memory, 0)
         counts = device.zeros("ranks.counts", (BLOCKS,), "i32")  # waits, for the memory as well
         words = device.staging("ranks.words", (2, 8 * 8), "u8")
@@ -179,4 +184,5 @@ def collectives(device: CudaDevice, group: Group) -> Collectives:
     place = MeetingPlace(device, group)
     providers = {name: provider(kernel) for name, kernel in kernels(place).items()}
     versions = {name: COLLECTIVES[name].version for name in providers}
-    return Collectives(providers, versions, CudaPass(device, provider, place=place))
+    nbytes = region_bytes(group.size, group.exchange.capacity)
+    return Collectives(providers, versions, CudaPass(device, provider, place=place), nbytes)

@@ -151,7 +151,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--max-num-seqs", type=int, metavar="B", help=f"Texts decoded together.  [default: {max_num_seqs}]"),
         click.option("--max-model-len", **auto, metavar="N", help="Most tokens of prompt and text.  [default: auto]"),
         click.option("--block-size", **auto, metavar="N", help="Tokens of a KV block.  [default: auto]"),
-        click.option("--num-blocks", **auto, metavar="N", help="KV blocks in all.  [default: auto]"),
+        click.option("--num-blocks", **auto, metavar="N", help="KV blocks in all.  [default: auto, what memory holds]"),
         click.option("--max-batched-tokens", **auto, metavar="N", help="Rows of one step.  [default: auto]"),
         click.option("--overlap", **auto, metavar="auto|0|1|2", help="Steps launched ahead of results.  [default: auto]"),
         click.option("--graph", metavar="auto|off|decode|prefill", help="Steps captured as device graphs.  [default: auto]"),

@@ -18,6 +18,8 @@ RESERVE = 1 << 28
 """Bytes that are left to buffers of the step, graphs and the driver."""
 SHARE = 0.9
 """Of what is free behind the weights, what KV blocks take at most where nobody says how many: others use the device, too."""
+LOGITS = 3
+"""Buffers as large as a step's logits that a step may have: logits, probabilities, what is left of them."""
 
 
 def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int], draft_model: int = 0) -> None:
@@ -41,16 +43,19 @@ def check_weights(device: Device, resolved: Resolved, nbytes: Mapping[str, int],
 
 def fill(device: Device, resolved: Resolved, least: Callable[[int], int], collectives: int = 0) -> Resolved:
     """The plan with as many KV blocks as `SHARE` of the free memory holds, at most every slot at full length, where `num_blocks`
-    is "auto". `least`: the least of what all ranks have, which all ask; `collectives`: bytes in which they will meet. One request
-    at full length that does not fit is left to `check_fits`."""
+    is "auto", and not fewer than a device that does not tell would be given, if they fit. `least`: the least of what all ranks
+    have, which all ask; `collectives`: bytes in which they will meet. One request at full length that does not fit is left to
+    `check_fits`."""
     ask: Callable[[], int] | None = getattr(device, "free_memory", None)
     limits, told = resolved.limits, resolved.describe()
     block = int(told["kv_cache_bytes"]) // limits.num_blocks
     left_open = any(one.name == "num_blocks" and one.asked == AUTO for one in resolved.decisions)
     if ask is None or not block or not left_open:
         return resolved
-    free = ask() - int(told.get("slot_state_bytes", 0)) - collectives
-    fit = least(max(int(SHARE * free) - RESERVE, 0) // block)
+    free = ask() - int(told.get("slot_state_bytes", 0)) - collectives - RESERVE
+    logits = 4 * limits.max_logit_rows * limits.vocab_size
+    share = max(int(SHARE * free) - LOGITS * logits, 0) // block
+    fit = least(max(share, min(limits.num_blocks, max(free, 0) // block)))
     every = limits.max_seqs * limits.max_blocks
     if fit >= every:
         return resolved.with_blocks(every, EVERY_SLOT)

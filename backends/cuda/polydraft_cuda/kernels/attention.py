@@ -76,8 +76,8 @@ def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
 
 def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
     """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned without
-    norms, as a whole, or half of 128 elements in halves, and a tile holds all new rows of a slot. Invariant rows of float16 had
-    other bits there than in launches of their own (H200, 2026-11-28)."""
+    norms, as a whole, or half of 128 elements in halves, and a tile holds all new rows of a slot. Not invariant rows
+    of float16, whose bits nobody has compared yet."""
     if device.arch != "sm_90" or a.cache.spec.kv or not is_fast(a) or (device.row_invariant and device.dtype == "f16"):
         return False
     plain_heads = turn.q_norm is None and turn.k_norm is None

@@ -289,7 +289,7 @@ norm_of_few(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
     if (!EARLY) wait_for_previous();
     load_row(stream, x + first, width);
     const Note note = {1, launch, n, int64_t(n) * width * int64_t(sizeof(act_t))};
-    const int now = step[0];
+    const int now = __ldcg(step);
     uint32_t count;
     const bool alive = begin(r, count);
     if (EARLY) wait_for_previous();
@@ -336,13 +336,13 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
     load_gains(gains, weight, width);
     if (!EARLY) wait_for_previous();
     const int64_t row_bytes = int64_t(width) * sizeof(act_t);
-    const int now = step[0], apart = gridDim.x, further = apart * AT_ONCE;
+    const int now = __ldcg(step), apart = gridDim.x, further = apart * AT_ONCE;
     uint32_t count;
     const bool alive = begin(r, count);
     if (EARLY) wait_for_previous();
     if (!alive) return;
     const int turn = count & 1;
-    int row = blockIdx.x, j = 0;
+    int row = blockIdx.x, j = 0, used = 0;
     for (;; row += further, j += AT_ONCE) {
         load_rows(sums, y, row, n, width);
         for (int of = 0; of < RANKS; ++of) {
@@ -377,7 +377,7 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
             if (row + k * apart >= n) continue;
             const int64_t at = int64_t(row + k * apart) * width;
             add_row(stream[k], sums[k], x + at, width);
-            store_norm(stream[k], gains, out + at, width, eps, scratch[(j + k) & 1]);  // by turns: others may still read the last one's
+            store_norm(stream[k], gains, out + at, width, eps, scratch[used++ & 1]);  // by turns: others may still read the last one's
         }
         if (j == 0) return;
         row -= further, j -= AT_ONCE;

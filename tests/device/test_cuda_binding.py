@@ -1,10 +1,14 @@
 """What the CUDA backend can be held to without a GPU: kernels are bound to the arguments that their sources declare."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
-from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels import kernels, routing
 from tests.device.paper import (
     SHAPES,
     Bound,
@@ -71,3 +75,12 @@ def test_so_do_those_that_ranks_join(shape: Shape, act: str):
 
 def test_every_contract_that_something_launches_is_served():
     assert launched() <= set(kernels())
+
+
+@pytest.mark.parametrize("experts", [64, 256, 300, 320, 352, 384, 512])
+def test_a_router_asks_for_shared_memory_beside_its_own(experts: int):
+    """More than 48 KiB, its own arrays included, a block has only where the dynamic ones alone are more than that."""
+    choice: Any = SimpleNamespace(logits=np.empty((1, experts)), expert_ids=np.empty((1, 8)), num_groups=1)
+    asked = routing.chooser_bytes(choice)
+    assert asked >= 4 * 16 * (2 * experts + 1 + 8)
+    assert asked > 48 << 10 or asked + 16 * 16 * 8 * 4 + 4 <= 48 << 10

@@ -16,11 +16,15 @@ from polydraft_cuda.kernels.provider import Kernel, source
 
 ROUTER_ROWS, ROUTER_OUTPUTS, ROUTER_WARPS = 16, 8, 16
 """Of a block of the router; a warp takes as many inputs at once as there are warps."""
+ROUTER_SHARED: Final = ROUTER_WARPS * ROUTER_ROWS * ROUTER_OUTPUTS * 4 + 16
+"""Bytes of the arrays that it declares itself."""
 MOST_KEPT: Final = 16
 """Times 16 inputs whose weights a warp has before it looks at rows."""
 MOST_ROWS: Final = ROUTER_ROWS * 1024
 """Of a launch that chooses: `flags` has 1024 words."""
 ROUTE_WARPS = 4
+FREE_SHARED: Final = 48 << 10
+"""Bytes of shared memory that a block has without asking for more, its kernel's own arrays included."""
 SCORING: Final = ("softmax", "sigmoid")
 RENORMALIZE: Final = ("none", "sum", "clamp")
 
@@ -46,7 +50,7 @@ def router(device: CudaDevice, a: Any, choice: Any = None) -> Launch:
         )  # fmt: skip
         return function.bind(
             lambda n: (-(-outputs // ROUTER_OUTPUTS), -(-n // ROUTER_ROWS), 1), ROUTER_WARPS * 32, a.x, a.weight, a.out, ROWS,
-            outputs, inputs, *chooses, shared=ROUTER_WARPS * _words(choice) * 4 if choice is not None else 0, dependent=True,
+            outputs, inputs, *chooses, shared=chooser_bytes(choice) if choice is not None else 0, dependent=True,
         )  # fmt: skip
 
     few, many = of(1), of(0)
@@ -73,6 +77,13 @@ def _parameters(a: Any) -> tuple[Any, ...]:
         int(a.expert_ids.shape[1]), SCORING.index(a.scoring), int(a.num_groups), int(a.top_groups),
         RENORMALIZE.index(a.renormalize), float(a.floor), float(a.scale),
     )  # fmt: skip
+
+
+def chooser_bytes(choice: Any) -> int:
+    """Shared memory that `router` asks for when it chooses. Of the 48 KiB that a block has without asking for more, its sums take
+    some; where that leaves too little, just more than 48 KiB is asked for."""
+    wanted = ROUTER_WARPS * _words(choice) * 4
+    return max(wanted, FREE_SHARED + 16) if wanted > FREE_SHARED - ROUTER_SHARED else wanted
 
 
 def _words(a: Any) -> int:

@@ -291,13 +291,13 @@ def main() -> None:
         with started(command) as url:
             rows += measured(name, url, options, rates, requests)
     print(table(rows))
-    lengths = {
-        "prompt_tokens_mean": statistics.mean(len(one.prompt) for one in requests),
-        "new_tokens_mean": statistics.mean(one.new_tokens for one in requests), "seed": options.seed,
-        "temperature": options.temperature, "top_p": options.top_p,
-    }  # fmt: skip
+    prompts, texts = (
+        statistics.mean(sizes) for sizes in zip(*((len(one.prompt), one.new_tokens) for one in requests), strict=True)
+    )
+    sampled = f"seed {options.seed}, temperature {options.temperature}, top-p {options.top_p}"
+    said = f"{METHOD}; {prompts:.0f} prompt tokens and {texts:.0f} new ones in the mean, {sampled}"
     if options.out:
-        report.write(options.out, report.document(rows, device=options.device, method=METHOD, trace=lengths))
+        report.write(options.out, report.document(rows, device=options.device, method=said))
     if options.plot:
         plot(rows, options.plot)
     if options.page:

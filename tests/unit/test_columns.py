@@ -220,7 +220,7 @@ def test_more_values_than_a_column_is_wide_are_refused(column: str, spoiled: Any
 
 
 # -- columns of core -----------------------------------------------------------------------------------------------------
-LOGPROBS = Logprobs(LIMITS, raw=True, verify="rejection", draws=True)
+LOGPROBS = Logprobs(LIMITS, raw=True, verify="rejection", draws=True, drafts=True)
 CORE = (*Batch.columns, *Verifier.columns, *(c for stage in STAGES for c in stage.columns), *LOGPROBS.columns)
 
 

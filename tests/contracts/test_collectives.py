@@ -73,6 +73,16 @@ def test_a_process_that_dies_fails_its_check_and_no_other(monkeypatch: pytest.Mo
     np.testing.assert_array_equal(left, [tree_sum(list(terms(2)))] * 2)
 
 
+@pytest.mark.timeout(60)
+def test_a_rank_that_left_out_a_group_joins_the_next_one():
+    """Where groups meet has the same name again, and the third group is as large as the first."""
+    target = Target("reference")
+    ranks = processes_of(target)
+    for size in (3, 2, 3):
+        left = [one["x"] for one in ranks.run(size, 1 << 16, 20.0, "run_sum", {"of": size}) if not isinstance(one, Exception)]
+        np.testing.assert_array_equal(left, [tree_sum(list(terms(size)))] * size)
+
+
 def test_collectives_are_no_kernels():
     """No kernel table has to offer them, and a launch finds both."""
     assert not set(COLLECTIVES.names()) & set(REGISTRY.names())

@@ -7,6 +7,7 @@ and run this module. A job and what it leaves travel as JSON over pipes; ranks m
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import subprocess
@@ -50,9 +51,13 @@ def processes_of(target: Target) -> RankProcesses:
 _ALL: weakref.WeakKeyDictionary[Target, RankProcesses] = weakref.WeakKeyDictionary()
 
 
-class Meeting(NamedTuple):
-    """Where the ranks of one group meet."""
+_MEETINGS: Final = itertools.count()
 
+
+class Meeting(NamedTuple):
+    """Where the ranks of one group meet. `number`: which meeting it is; the name of a file that is closed may come again."""
+
+    number: int
     file: str
     size: int
     capacity: int
@@ -81,7 +86,7 @@ class Rank:
     def _join(self, meeting: Meeting) -> Collectives:
         """Wait, for as long as it takes, until all ranks have a device: to open one takes longer than ranks wait in checks."""
         with Path(meeting.file).open("r+b") as file:
-            exchange = Exchange.over(file.fileno(), self._rank, *meeting[1:])
+            exchange = Exchange.over(file.fileno(), self._rank, meeting.size, meeting.capacity, meeting.patience_s)
         try:
             self.close()
             self._opened = self._open()
@@ -114,13 +119,14 @@ class RankProcesses:
         while len(self._others) < size - 1:
             self._others.append(Other(self._target, len(self._others) + 1))
         others = self._others[: size - 1]
-        if self._meeting is None or self._meeting[1:] != (size, capacity, patience_s):
+        if self._meeting is None or self._meeting[2:] != (size, capacity, patience_s):
             self._file.close()
             made = tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None)  # noqa: SIM115  closed with this object
             file = self._file.enter_context(made)
             number = file.fileno()
             Exchange.prepare(number, size, capacity)
-            self._meeting = Meeting(f"/proc/{os.getpid()}/fd/{number}", size, capacity, patience_s)  # it has no name to be left
+            name = f"/proc/{os.getpid()}/fd/{number}"  # no other name, which could be left behind
+            self._meeting = Meeting(next(_MEETINGS), name, size, capacity, patience_s)
             exchange = Exchange.over(number, 0, size, capacity)
             for one in others:
                 one.meet_in(exchange)

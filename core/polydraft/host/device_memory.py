@@ -46,13 +46,13 @@ def fill(device: Device, resolved: Resolved, least: Callable[[int], int], collec
     is "auto", and not fewer than a device that does not tell would be given, if they fit. `least`: the least of what all ranks
     have, which all ask; `collectives`: bytes in which they will meet. One request at full length that does not fit is left to
     `check_fits`."""
-    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
-    limits, told = resolved.limits, resolved.describe()
-    block = int(told["kv_cache_bytes"]) // limits.num_blocks
+    limits = resolved.limits
+    block = int(resolved.describe()["kv_cache_bytes"]) // limits.num_blocks
     left_open = any(one.name == "num_blocks" and one.asked == AUTO for one in resolved.decisions)
-    if ask is None or not block or not left_open:
+    free = _free_for_blocks(device, resolved, collectives) if block and left_open else None
+    if free is None:
         return resolved
-    free = ask() - int(told.get("slot_state_bytes", 0)) - collectives - RESERVE
+    free -= RESERVE
     logits = 4 * limits.max_logit_rows * limits.vocab_size
     share = max(int(SHARE * free) - LOGITS * logits, 0) // block
     fit = least(max(share, min(limits.num_blocks, max(free, 0) // block)))
@@ -64,11 +64,10 @@ def fill(device: Device, resolved: Resolved, least: Callable[[int], int], collec
 
 def check_fits(device: Device, resolved: Resolved, collectives: int = 0) -> None:
     """`collectives`: bytes in which ranks will meet. Raises `DeviceError` with the number of blocks that would fit."""
-    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
-    if ask is None:
+    free = _free_for_blocks(device, resolved, collectives)
+    if free is None:
         return
     limits, wanted = resolved.limits, int(resolved.describe()["kv_cache_bytes"])
-    free = ask() - int(resolved.describe().get("slot_state_bytes", 0)) - collectives
     block = max(wanted // limits.num_blocks, 1)
     if wanted + min(RESERVE, free) <= free:
         return
@@ -84,6 +83,12 @@ def check_fits(device: Device, resolved: Resolved, collectives: int = 0) -> None
             f"--num-blocks {fit}"
         )
     raise DeviceError(f"{held}; not one would fit: choose a smaller model, or free the device of what else runs on it")
+
+
+def _free_for_blocks(device: Device, resolved: Resolved, collectives: int) -> int | None:
+    """Bytes that are free behind the weights and what else is certain; None where the device does not tell."""
+    ask: Callable[[], int] | None = getattr(device, "free_memory", None)
+    return None if ask is None else ask() - int(resolved.describe().get("slot_state_bytes", 0)) - collectives
 
 
 def _gib(nbytes: int) -> str:

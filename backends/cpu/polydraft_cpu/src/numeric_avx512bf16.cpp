@@ -15,6 +15,7 @@
 namespace pd {
 namespace {
 #include "vec.h"
+#include "products.h"
 
 struct Shape {
   const Linear& a;
@@ -217,14 +218,7 @@ void packed_tile(const Linear& a, const uint16_t* const* x, int64_t row, int64_t
     }
   }
   for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) {
-      const int64_t o = (panel + p) * PANEL, count = w.rows - o;
-      vf y = sums[r][p];
-      if (w.scale) y = y * load(w.scale + o, count);
-      if (a.bias) y = y + load(static_cast<const float*>(a.bias->data) + o, count);
-      if (a.out.dtype == BF16) store(reinterpret_cast<bf16*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);
-      else store(reinterpret_cast<float*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);
-    }
+    for (int p = 0; p < P; p++) finish_vector(a, row + r, (panel + p) * PANEL, sums[r][p]);
 }
 
 template <class F, int R, int P>

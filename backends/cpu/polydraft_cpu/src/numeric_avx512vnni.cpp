@@ -20,6 +20,7 @@
 namespace pd {
 namespace {
 #include "vec.h"
+#include "products.h"
 
 constexpr int64_t MOST_COLUMNS = 1 << 16;  // whose products of bytes fit into 32 bits
 constexpr int64_t ROWS = 4, WIDE = 3;      // rows and panels of a tile: registers have the sums of a group and those of all
@@ -28,7 +29,6 @@ constexpr int64_t SHARED_ROWS = 32;        // at least, of a thread's share of r
 constexpr int64_t ROUNDED_ROWS = 128;      // that are kept rounded at a time
 constexpr int64_t NEAR = 64 << 10;         // bytes of weights that lie in a cache until they are wanted
 
-PD_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 PD_INLINE int64_t up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 
 // Rows in few bits, in a thread's part of the workspace: numbers, and of each group of columns the scale, and what the shift of
@@ -204,14 +204,7 @@ void tile(const Linear& a, const Rows& rows, const uint8_t* base, int64_t stride
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) {
-      const int64_t o = (panel + p) * PANEL, count = w.rows - o;
-      vf y = sums[r][p];
-      if (w.scale) y = y * load(w.scale + o, count);
-      if (a.bias) y = y + load(static_cast<const float*>(a.bias->data) + o, count);
-      if (a.out.dtype == BF16) store(reinterpret_cast<bf16*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);
-      else store(reinterpret_cast<float*>(a.out.p) + (row + r) * a.out.d[1] + o, y, count);
-    }
+    for (int p = 0; p < P; p++) finish_vector(a, row + r, (panel + p) * PANEL, sums[r][p]);
 }
 
 // `count` of the rounded rows times P panels.

@@ -18,14 +18,13 @@ from polydraft.errors import CapabilityError
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from polydraft.models.ranks import OfRank, Share, of_ranks, shares_of
-from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import ARRAYS, FLAGS, WHOLE, PlanReader, PlanWriter
 from tests.support import tiny
 from tests.support.depth import among
 from tests.support.emulator import SCHEDULES, emulated
-from tests.support.of_ranks import OPTIONS, asks, on_one_rank, served, split
+from tests.support.of_ranks import OPTIONS, asks, on_one_rank, pieces_read, served, split
 from tests.support.runs import Ask, drive, engine, essence
 
 CASES = [
@@ -191,15 +190,7 @@ def test_a_share_keeps_less():
 def test_shares_make_up_the_whole_and_nothing_else_is_read(
     model: str, ranks: int, whole_experts: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    read: list[int] = []
-    piece = SafetensorsFile.piece
-
-    def counted(self: SafetensorsFile, name: str, look: Any) -> Any:
-        found = piece(self, name, look)
-        read.append(found.size)
-        return found
-
-    monkeypatch.setattr(SafetensorsFile, "piece", counted)
+    read = pieces_read(monkeypatch)
     with Checkpoint(tiny.checkpoint(model)) as checkpoint:
         description, table = FamilyRegistry().describe(checkpoint)
         weights, share = load_weights(checkpoint, description, table), of_ranks(description, ranks, whole_experts=whole_experts)
@@ -215,7 +206,7 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(
                 assert (shares[0] == value).all()
                 assert not np.any(shares[1:])
             else:
-                assert sum(read) <= sum(one.size for one in shares), name
+                assert sum(size for _, size in read) <= sum(one.size for one in shares), name
                 assert joined(whole, declared, shares) == pytest.approx(value, abs=0), name
 
 

@@ -24,7 +24,6 @@ from polydraft.errors import CapabilityError, CheckpointError
 from polydraft.host.draft_policy import ladder
 from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import in_leaves, of_ranks
-from polydraft.models.safetensors_file import SafetensorsFile
 from polydraft.proposers.base import DraftWeights
 from polydraft.proposers.eagle3 import Eagle3Proposer
 from polydraft.sampling.draft_vocab import own_rows
@@ -34,7 +33,7 @@ from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among, crossed, deep
 from tests.support.eagle3 import LAYOUTS, V, draft_config, draft_tensors, pair, write_target
-from tests.support.of_ranks import on_one_rank, served, split
+from tests.support.of_ranks import on_one_rank, pieces_read, served, split
 from tests.support.runs import drafts_at, drive, essence
 
 RANKS, DRAFTS = (2, 4), (0, 3, 5)
@@ -144,15 +143,7 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(layout: str, ranks: i
     share = of_ranks(model, ranks)
     whole, mine = (Eagle3Proposer.weights(one, str(draft_model)) for one in (model, share))
     kept = [mine.of_rank(whole, share, rank) for rank in range(ranks)]
-    read: list[int] = []
-    piece = SafetensorsFile.piece
-
-    def counted(self: SafetensorsFile, name: str, look: Any) -> Any:
-        found = piece(self, name, look)
-        read.append(found.size)
-        return found
-
-    monkeypatch.setattr(SafetensorsFile, "piece", counted)
+    read = pieces_read(monkeypatch)
     values = arrays(whole, model)
     for tensor in whole.tensors:
         name = f"eagle3.{tensor.name}"
@@ -171,7 +162,7 @@ def test_shares_make_up_the_whole_and_nothing_else_is_read(layout: str, ranks: i
         elif tensor.split in (0, 1) and len(tensor.parts) == 1:
             assert (np.concatenate(shares, axis=tensor.split)[: tensor.shape[0]] == values[name]).all()
         if tensor.split in (0, 1):
-            assert sum(read) <= sum(one.size for one in shares), name
+            assert sum(size for _, size in read) <= sum(one.size for one in shares), name
 
 
 def arrays(weights: DraftWeights, model: Any, *names: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from polydraft.reference.table import NumpyTable
 from polydraft.step.runner import Runner
 from tests.support import tiny
 from tests.support.depth import among
-from tests.support.of_ranks import served, split
+from tests.support.of_ranks import pieces_read, served, split
 from tests.support.runs import essence, solo, solo_moved
 
 MODEL = "narrow"
@@ -153,19 +153,12 @@ def test_no_text_is_of_two_policies_unless_asked_for(way: Any):
 
 def test_a_rank_reads_no_more_than_it_keeps(monkeypatch: pytest.MonkeyPatch):
     """Twice, to check and to put in place."""
-    read, piece = dict[Any, int](), SafetensorsFile.piece
-
-    def counted(self: SafetensorsFile, name: str, look: Any) -> Any:
-        found, place = piece(self, name, look), (threading.get_ident(), name)
-        read[place] = read.get(place, 0) + found.size
-        return found
-
     with split("sparse-glm", 4, draft_tokens=3) as running:
         kept = running.share.weights()
-        monkeypatch.setattr(SafetensorsFile, "piece", counted)
+        read = pieces_read(monkeypatch)
         running.update_weights(source("sparse-glm", "directory"))
     experts = kept["layers.1.experts_gate_up"].shape
-    of_experts = sum(size for (_, name), size in read.items() if ".mlp.experts." in name and ".layers.1." in name)
+    of_experts = sum(size for name, size in read if ".mlp.experts." in name and ".layers.1." in name)
     down = kept["layers.1.experts_down"].shape
     assert of_experts == 4 * 2 * (np.prod(experts) + np.prod(down))
 

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
+from polydraft.models.safetensors_file import SafetensorsFile
 from tests.support import tiny
 from tests.support.runs import Ask, drive, engine, essence
 
@@ -63,3 +66,17 @@ def on_one_rank(model: str, num_drafts: int, **options: Any) -> list[dict[str, A
         assert running.ledger.num_hits > 0
     assert [output.finish_reason for output in found].count("abort") == 1
     return [dict(essence(output)) for output in found]
+
+
+def pieces_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Name and numbers of each piece that is read of files from now on, as a list that grows."""
+    read: list[tuple[str, int]] = []
+    piece = SafetensorsFile.piece
+
+    def counted(self: SafetensorsFile, name: str, look: Any) -> Any:
+        found = piece(self, name, look)
+        read.append((name, found.size))
+        return found
+
+    monkeypatch.setattr(SafetensorsFile, "piece", counted)
+    return read

@@ -3,6 +3,10 @@ the one that is written down. Whole engines are compared in `tests/step/test_ran
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,3 +61,24 @@ def test_products_of_whatever_shape_do_not_pass(name: str, check: str, of_one_sh
     result = CHECKS[check].result(Target("reference"))
     assert result.outcome == "fail"
     assert "wanted the very bits of" in result.message
+
+
+PLACES = """
+import numpy as np
+from polydraft.reference.invariant_kernels import tiled_product
+for inputs in (1, 7, 8, 16, 23, 64, 90, 300, 385, 1000, 4096):
+    weight, x = np.random.default_rng(inputs).standard_normal((2, inputs), np.float32)
+    found = tiled_product(np.tile(weight, (77, 1)), np.tile(x, (13, 1)))
+    assert np.unique(found).size == 1, (inputs, np.argwhere(found != found[0, 0])[:5].tolist())
+"""
+"""One row of weights at every place, and one row of x, have one product."""
+
+
+@pytest.mark.parametrize("core", ["", "Nehalem", "Sandybridge", "Haswell", "SkylakeX"])
+def test_a_product_has_the_same_bits_at_every_place_of_a_tile(core: str):
+    """With OpenBLAS's kernels for this processor, and for others that it can do the work of."""
+    if core == "SkylakeX" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX-512")
+    environment = {**os.environ, "OPENBLAS_CORETYPE": core} if core else None
+    done = subprocess.run([sys.executable, "-c", PLACES], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

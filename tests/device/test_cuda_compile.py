@@ -13,9 +13,8 @@ from polydraft import environment
 from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft.contracts.kernels.linear import packed_cases
-from polydraft.contracts.packing import PACKINGS
 from polydraft.errors import DeviceError
-from polydraft_cuda import compiler
+from polydraft_cuda import CAPABILITIES, compiler
 from polydraft_cuda.kernels import kernels
 from tests.device.paper import SHAPES, bind_collectives, bind_of_ranks, bind_on_paper, bind_packed, bind_shape
 from tests.support.depth import first
@@ -49,7 +48,7 @@ def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple
         bound = [one for name in COLLECTIVES.names() for one in bind_collectives(name, act, ranks, arch=arch)]
         bound += [one for shape in SHAPES for one in bind_of_ranks(shape, act, ranks, arch=arch)]
         found |= {(one.source, tuple(sorted(one.defines.items()))) for one in bound}
-    for packing, act, invariant in itertools.product(PACKINGS, acts, (False, True)):
+    for packing, act, invariant in itertools.product(CAPABILITIES.weight_packings, acts, (False, True)):
         bound = [
             one
             for case in packed_cases(packing)

@@ -22,8 +22,10 @@ from polydraft.reference.provider import Kernel, Run
 
 TILE_ROWS = 8
 """Rows of a product tile: 4 and 8 keep a row's bits on OpenBLAS with one and two threads, 16 and 32 do not."""
-TILE_OUTPUTS = 32
-"""Outputs of a product tile. Without one, OpenBLAS sums an output in another order where there are more or fewer beside it."""
+TILE_OUTPUTS = 12
+"""Outputs of a product tile. Without one, OpenBLAS sums an output in another order where there are more or fewer beside it. Its
+kernels for AVX2 take 12 outputs at once and sum those beyond a multiple of 12 in another order: in tiles of 32 an output's bits
+depended on its place."""
 ROW_BATCH = 32
 """Attention rows worked on together; bounds the gathered copy of their keys, and cannot touch their bits."""
 

@@ -225,9 +225,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
     end, forced = random_ends(rng, sizes, vocab)
     slots = [random_thought(rng, vocab, most_drafts - 1, end, forced) for _ in range(size)]
     if sizes:  # a long text whose drafts end its thinking
-        slot = as_long(
-            rng, replace(slots[0], reply_from=THINKING, limit=NO_LIMIT, reply=NO_LIMIT, starts=(vocab - 1,)), sizes, vocab
-        )
+        thinks = replace(slots[0], reply_from=THINKING, limit=NO_LIMIT, reply=NO_LIMIT, starts=(vocab - 1,))
+        slot = as_long(rng, replace(thinks, drafts=thinks.drafts or (0,)), sizes, vocab)
         whole, other = [*slot.generated, *slot.drafts], (end[-1] + 1) % vocab
         whole = [other if token == end[-1] else token for token in whole[: max(len(whole) - len(end), 0)]] + list(end)
         known = len(whole) - 1 if "L" in sizes else min(len(slot.generated), len(whole) - 1)

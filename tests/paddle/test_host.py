@@ -203,3 +203,28 @@ def test_paddle_says_nothing_about_several_threads():
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert (run.stdout.split(), run.stderr) == (["length", "2"], "")
+
+
+NARROW = """
+import numpy as np
+from polydraft_paddle.installation import import_paddle
+import_paddle()
+import paddle
+paddle.set_device("cpu")
+from polydraft_paddle.kernels import host
+
+host.processor = lambda: ("AuthenticAMD", frozenset({"avx", "avx2", "fma"}))
+host.fused_rms_norm = None  # is not to be called
+x, weight = np.random.default_rng(0).standard_normal((3, 64), np.float32), np.linspace(0.5, 2, 64, dtype=np.float32)
+for plus_one in (False, True):
+    found = host.normalized(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-5, plus_one).numpy()
+    wanted = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * (weight + plus_one)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+"""
+
+
+@needs_paddle
+def test_a_processor_without_avx_512_norms_by_other_operations():
+    """Paddle's fused norm ends the process there with an illegal instruction."""
+    done = script(NARROW)
+    assert done.returncode == 0, done.stderr

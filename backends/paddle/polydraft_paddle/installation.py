@@ -125,17 +125,25 @@ MKL_TYPES = (("7", {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}),
 """What MKL calls a processor that has these instructions, best first."""
 
 
-def mkl_type(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What to tell the MKL inside Paddle about a processor that is not Intel's, "" where it needs no telling: by itself it would
-    use the instructions of 2008 there, four to five times slower in a matrix product."""
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def processor(cpuinfo: Path = CPUINFO) -> tuple[str, frozenset[str]]:
+    """Vendor and instruction sets of the first processor, as Linux says them on x86; nothing of either elsewhere."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
+        return "", frozenset()
     said = {key.strip(): value for key, _, value in (line.partition(":") for line in reversed(lines))}
-    if said.get("vendor_id", "GenuineIntel").strip() == "GenuineIntel":
+    return said.get("vendor_id", "").strip(), frozenset(said.get("flags", "").split())
+
+
+def mkl_type(cpuinfo: Path = CPUINFO) -> str:
+    """What to tell the MKL inside Paddle about a processor that is not Intel's, "" where it needs no telling: by itself it would
+    use the instructions of 2008 there, four to five times slower in a matrix product."""
+    vendor, flags = processor(cpuinfo)
+    if vendor in ("", "GenuineIntel"):
         return ""
-    flags = set(said.get("flags", "").split())
     return next((kind for kind, wanted in MKL_TYPES if wanted <= flags), "")
 
 

@@ -17,6 +17,8 @@ import paddle
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.sentinels import NO_TOKEN
+from polydraft_paddle.installation import processor
+from polydraft_paddle.kernels import numeric
 from polydraft_paddle.ops import First, Tensor, choose, clamp, constant, direct, index_of, part, take
 from polydraft_paddle.provider import Kernel, Run
 from polydraft_paddle.threads import spread
@@ -62,8 +64,17 @@ def _zeros(count: int) -> Tensor:
     return paddle.zeros([count], "int32")
 
 
+@functools.cache
+def fuses_norms() -> bool:
+    """Whether this processor can do Paddle's fused norm: it is made of AVX-512, and ends the process where there is none (Paddle
+    3.3.1)."""
+    return "avx512f" in processor()[1]
+
+
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    """RMSNorm over the last axis of rows, by Paddle's fused operation."""
+    """RMSNorm over the last axis of rows, by Paddle's fused operation where the processor can do it."""
+    if not fuses_norms():
+        return numeric.normalized(x, weight, eps, plus_one)
     return fused_rms_norm(x, weight + 1.0 if plus_one else weight, None, eps, 1)[0]
 
 

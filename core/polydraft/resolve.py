@@ -231,9 +231,9 @@ def _devices(n: _Negotiation, device: str) -> None:
 
 def _leaves(n: _Negotiation, dtype: str) -> bool:
     """Whether sums are taken by leaf: where bits are promised, and ranks could share the model out. Packed matrices have no
-    leaves, and these are added up in f32 alone, so of others there is no text over several ranks that could be the same."""
+    leaves, and in a dtype in which ranks do not add up there is no text over several of them that could be the same."""
     packed = n.config.weights != AUTO or bool(n.model.packed_as)
-    return n.config.invariant and n.caps.ordered_sums and dtype == "f32" and not packed
+    return n.config.invariant and n.caps.ordered_sums and dtype in n.caps.rank_dtypes and not packed
 
 
 def _share(n: _Negotiation, leaves: bool) -> ModelDescription:

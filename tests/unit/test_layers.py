@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from polydraft.models import (
     Weights,
     load_weights,
 )
-from polydraft.models.block import Norm, emit_block, emit_block_rows, lacking, scratch_buffers
+from polydraft.models.block import At, Norm, Work, emit_block, emit_block_rows, lacking, scratch_buffers
 from polydraft.models.decoder import HIDDEN
 from polydraft.models.tensor_table import stored_parts
 from polydraft.program.caches import KvRows, PagedRows, SlotState, block_bytes, never_hit, slot_bytes
@@ -113,6 +114,30 @@ def test_a_mixer_that_normalises_its_own_input():
             launches[normalises, emit] = program.build().describe()
     for emit in (emit_block, emit_block_rows):
         assert launches[True, emit] == ["rms_norm", *launches[False, emit]]
+
+
+@pytest.mark.parametrize(("ranks", "act", "launched"), [
+    (1, "f32", ["sum_leaves 2 branch"]), (1, "bf16", ["sum_leaves 2 branch"]),
+    (2, "f32", ["sum_leaves 2 branch", "all_reduce branch"]),
+    (2, "bf16", ["sum_leaves 2 total", "all_reduce total", "sum_leaves 1 branch"]),
+])  # fmt: skip
+def test_a_sum_by_leaf_is_rounded_once_behind_its_last_rank(ranks: int, act: str, launched: list[str]):
+    """In float32 nothing is rounded, and "branch" is where ranks meet."""
+    half, found = GatedMlp(48, leaves=2), []
+    scratch = {one.name: one.name for one in (*half.scratch(32), Work("normed", 32), Work("branch", 32))}
+    dtypes = {one.name: one.dtype for one in half.scratch(32)} | {"branch": act}
+    assert dtypes["total"] == dtypes["2leaves"] == "f32"
+
+    def add(contract: str, *_: Any, leaves: int | str = "", **fields: Any) -> None:
+        found.append(" ".join(str(word) for word in (contract, leaves, fields.get("out", fields["x"])) if word))
+
+    memory = SimpleNamespace(ranks=ranks, weights={}, buffers={n: SimpleNamespace(dtype=d) for n, d in dtypes.items()})
+    program: Any = SimpleNamespace(add=add, memory=memory)
+    rows: Any = None
+    at = At(program, Norm(1e-5, plus_one=False), "layers.0", rows, "rows", "target", "x", None, scratch)
+    at.sum_leaves(half.leaves)
+    at.join()
+    assert found == launched
 
 
 def test_contracts_that_a_composite_alone_owns_are_owned():

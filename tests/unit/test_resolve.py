@@ -449,6 +449,8 @@ def test_sums_are_taken_by_leaf_where_more_ranks_could_write_the_same_text():
     assert not run(backend=ordered).leaves
     assert not run(invariant=True, backend=plain).leaves
     assert not run(invariant=True, backend=ordered, dtype="bf16").leaves
+    adding = info("chip", ordered_sums=True, dtypes=("f32", "bf16"), rank_dtypes=("f32", "bf16"))
+    assert run(invariant=True, backend=adding, dtype="bf16").leaves
     assert not run(invariant=True, backend=ordered, weights="int8").leaves
 
 

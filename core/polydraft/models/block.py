@@ -101,8 +101,8 @@ class Work:
 
 
 def leaves_of(leaves: int, hidden: int) -> tuple[Work, ...]:
-    """The scratch that as many leaves of a half's sum lie in, where there are any."""
-    return (Work(leaves_name(leaves), leaves * hidden, "f32"),) if leaves else ()
+    """The scratch that as many leaves of a half's sum lie in, where there are any, and what they add up to before rounding."""
+    return (Work(leaves_name(leaves), leaves * hidden, "f32"), Work("total", hidden, "f32")) if leaves else ()
 
 
 def leaves_name(leaves: int) -> str:
@@ -167,13 +167,24 @@ class At:
         self.sum_leaves(leaves)
 
     def sum_leaves(self, leaves: int) -> None:
-        """Sum as many leaves, which lie in their scratch (`leaves_of`), into "branch"."""
-        self.add("sum_leaves", x=self.scratch[leaves_name(leaves)], leaves=leaves, out=self.scratch["branch"])
+        """Sum as many leaves, which lie in their scratch (`leaves_of`), into "branch"; into "total" where other ranks have more
+        of them, which are to be added before the sum is rounded."""
+        out = self.scratch["total" if self._goes_on else "branch"]
+        self.add("sum_leaves", x=self.scratch[leaves_name(leaves)], leaves=leaves, out=out)
 
     def join(self) -> None:
-        """Sum what the halves of all ranks have left in "branch", where there are several ranks."""
-        if self.program.memory.ranks > 1:
-            self.add("all_reduce", x=self.scratch["branch"])
+        """Sum what the halves of all ranks have left in "branch" or "total", where there are several ranks."""
+        if self.program.memory.ranks == 1:
+            return
+        self.add("all_reduce", x=self.scratch["total" if self._goes_on else "branch"])
+        if self._goes_on:
+            self.add("sum_leaves", x=self.scratch["total"], leaves=1, out=self.scratch["branch"])
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a sum by leaf goes on over the ranks in float32, and "branch" would round it before its end."""
+        memory = self.program.memory
+        return memory.ranks > 1 and "total" in self.scratch and memory.buffers[self.scratch["branch"]].dtype != "f32"
 
     def linear(self, name: str, *, x: str, out: str) -> None:
         """Project scratch by the weight `name`, and by the bias `name`_bias where there is one."""

@@ -20,7 +20,10 @@ from polydraft.device import Buffer
 class AllReduceV1(Args):
     """Arguments of `all_reduce`, of one rank."""
 
-    x: Buffer = tensor("N H", "act", "This rank's terms; afterwards the sum of all ranks' terms.", access="inout")
+    x: Buffer = tensor(
+        "N H", "float", "This rank's terms; afterwards the sum of all ranks' terms. f32 where they are sums by leaf.",
+        access="inout",
+    )  # fmt: skip
     step: Buffer = step_number()
 
 

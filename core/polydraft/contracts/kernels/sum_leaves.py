@@ -21,7 +21,9 @@ class SumLeavesV1(Args):
 
     x: Buffer = tensor("N LP", "f32", "The leaves of each row side by side, the first one first.")
     leaves: int = param("How many there are.")
-    out: Buffer = tensor("N H", "act", "Their sum: float32 in the order of the tree, rounded once.", access="out")
+    out: Buffer = tensor(
+        "N H", "float", "Their sum: float32 in the order of the tree, rounded once; f32 where ranks go on with it.", access="out"
+    )
 
 
 def tree_sum(terms: Sequence[Array]) -> Array:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 
 import polydraft_cuda
-from polydraft import LLM, Engine, RequestOutput
+from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.backend import DeviceOptions
+from polydraft.config import EngineConfig
 from polydraft.conformance import collective_checks
 from polydraft.conformance.harness import run_kernel
 from polydraft.conformance.target import Target
@@ -45,8 +47,9 @@ from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_norm
 from tests.step.test_ranks_faults import run
 from tests.support import tiny
+from tests.support.eagle3 import pair
 from tests.support.of_ranks import OPTIONS, asks
-from tests.support.runs import drive, essence
+from tests.support.runs import Ask, drive, essence
 
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
@@ -447,6 +450,67 @@ def test_experts_that_a_rank_keeps_whole():
     options = {"draft_tokens": 3, "expert_parallel": True}
     wanted = [dict(essence(one)) for one in served(1, "sparse-glm", draft_tokens=3)]
     assert [dict(essence(one)) for one in served(2, "sparse-glm", **options)] == wanted
+
+
+PROMPTS = ((5, 9, 33), tuple(range(3, 24)), (1,), (*range(3, 24), 7, 7))
+GREEDY: dict[str, Any] = {}
+COUPLED = {"temperature": 1.0, "top_p": 0.95}
+
+
+def drafted(ranks: int, of: tuple[Path, Path], drafts: int, sampling: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """Texts and rounds of a target with its draft model (`tests.support.eagle3`)."""
+    target, draft_model = of
+    config = {
+        "model": str(target), "draft_model": str(draft_model), "draft_tokens": drafts, "proposer": "eagle3", "backend": "cuda",
+        "tensor_parallel": ranks, "max_num_seqs": 3, "block_size": 16, "num_blocks": 10, "max_batched_tokens": 20, "dtype": "f32",
+        "invariant": False, **options,
+    }  # fmt: skip
+    running = Engine(EngineConfig.from_mapping(config))
+    params = [SamplingParams(max_new_tokens=16, ignore_eos=True, seed=i, **sampling) for i in range(len(PROMPTS))]
+    given = [Ask(prompt, one, arrival=3 * i) for i, (prompt, one) in enumerate(zip(PROMPTS, params, strict=True))]
+    try:
+        outputs = drive(running, given)
+        assert running.resolved.ranks == ranks
+    finally:
+        running.close()
+    assert sum(output.accepted for output in outputs) > 5
+    return [dict(essence(output)) for output in outputs]
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize(
+    ("layout", "drafts", "graph", "sampling"),
+    [
+        ("sglang", 3, "decode", GREEDY), ("speculators, two layers", 3, "off", COUPLED), ("wide", 5, "decode", GREEDY),
+        ("3.1", 3, "decode", COUPLED),
+    ],
+)  # fmt: skip
+def test_drafts_of_a_draft_model_are_those_of_one(layout: str, drafts: int, graph: str, sampling: dict[str, Any]):
+    """It scores a part of the vocabulary, has two layers, is wider than its target, or shares its embedding."""
+    of = pair(layout, 0.02)
+    wanted = drafted(1, of, drafts, sampling, graph=graph, overlap=1)
+    assert drafted(2, of, drafts, sampling, graph=graph, overlap=1) == wanted
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize("graph", ["off", "decode"])
+def test_so_are_those_beside_a_lookup(graph: str):
+    options: dict[str, Any] = {"proposer": "hybrid", "proposer_options": ("min_token_prob=0",), "graph": graph}
+    of = pair("sglang", 0.02)
+    assert drafted(2, of, 5, GREEDY, **options) == drafted(1, of, 5, GREEDY, **options)
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize(("model", "tokens"), [("narrow", 40), ("narrow", 1), ("sparse-glm", 16)])
+def test_so_are_those_of_a_reduced_vocabulary(model: str, tokens: int):
+    """With few tokens some rank has none of them."""
+    vocab = tiny.CONFIGS[model]["vocab_size"]
+    options = {"draft_tokens": 3, "draft_vocab": f"{tiny.token_counts(vocab)}:{tokens}", "graph": "decode"}
+    wanted = [dict(essence(one)) for one in served(1, model, **options)]
+    assert [dict(essence(one)) for one in served(2, model, **options)] == wanted
 
 
 @on_a_gpu

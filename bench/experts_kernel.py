@@ -1,6 +1,7 @@
 """Time of `expert_mlp` on a device at the sizes of published models, beside the time that reading its weights takes.
 
     python bench/experts_kernel.py --backend cuda --json bench/results/experts-kernel.json
+    python bench/experts_kernel.py --shape glm12 --packing fp8-channel --packing none
 
 Each row draws its experts uniformly without replacement. Bytes are those of every expert that some row chose, read once; the
 floor is bytes over the rate of a plain copy on the same device, measured in the same run (read and written bytes counted). A
@@ -10,7 +11,9 @@ figure is the median over repeats of the mean of consecutive launches that diffe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,6 +29,8 @@ from polydraft.backend import DeviceOptions
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
+from polydraft.contracts.packing import PACKINGS, PackedWeight
+from polydraft.device import DTYPES
 from polydraft.plugins.plugins import Plugins
 
 SHAPES = {"ernie21": (2560, 1536, 64, 6), "glm12": (4096, 1408, 128, 8)}
@@ -54,8 +59,16 @@ def seconds(device: Any, launch: Any) -> float:
     return statistics.median(found[1:])
 
 
-def weight(rng: np.random.Generator, experts: int, rows: int, columns: int) -> Any:
-    """A stack of matrices whose rows overlap in memory, so that it is made quickly."""
+def weight(rng: np.random.Generator, experts: int, rows: int, columns: int, packing: str) -> Any:
+    """A stack of matrices whose rows overlap in memory, so that it is made quickly; packed unless the packing is "none"."""
+    if packing != "none":
+        kind, width = PACKINGS[packing], columns // 2 if "int4" in packing else columns
+        bits = rng.integers(0, 120, 61 * experts * rows + width, np.uint8)  # of numbers of E4M3
+        numbers = np.lib.stride_tricks.as_strided(bits, (experts, rows, width), (61 * rows, 61, 1), writeable=False)
+        places = kind.scales_of((experts, rows, columns))
+        zeros = np.full(places, 8, np.uint8) if kind.zeros else None
+        numbers = numbers.view(np.int8) if kind.number == "int8" else numbers
+        return PackedWeight(kind, (experts, rows, columns), numbers, np.full(places, 1e-4, np.float32), zeros)
     pool = rng.standard_normal(61 * experts * rows + columns, np.float32) * np.float32(columns**-0.5)
     return np.lib.stride_tricks.as_strided(pool, (experts, rows, columns), (61 * rows * 4, 61 * 4, 4), writeable=False)
 
@@ -66,6 +79,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--packing", choices=("none", *PACKINGS), action="append", help="of weights; each in turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     plugins, rng = Plugins.load(options.backend), np.random.default_rng(0)
@@ -74,10 +88,14 @@ def main() -> None:
     provider, rate = table.providers["expert_mlp"], copy_rate()
     print(f"copy: {rate / 1e12:.2f} TB/s")
     rows_found = []
-    for shape in options.shape or SHAPES:
+    for shape, packing in itertools.product(options.shape or SHAPES, options.packing or ("none",)):
         hidden, width, experts, chosen = SHAPES[shape]
-        gate_up = table.prepare_weight("experts", weight(rng, experts, 2 * width, hidden), options.dtype)
-        down = table.prepare_weight("experts", weight(rng, experts, hidden, width), options.dtype)
+        stacks = (experts, 2 * width, hidden), (experts, hidden, width)
+        gate_up, down = (table.prepare_weight("experts", weight(rng, *stack, packing), options.dtype) for stack in stacks)
+        each = sum(
+            DTYPES[options.dtype].itemsize * math.prod(stack) if packing == "none" else PACKINGS[packing].nbytes(stack)
+            for stack in stacks
+        ) / experts  # fmt: skip
         for n in ROWS:
             x, out = (device.empty(name, (n, hidden), options.dtype) for name in ("x", "out"))
             device.load(x, to_host(rng.standard_normal((n, hidden)), options.dtype))
@@ -93,11 +111,12 @@ def main() -> None:
                 )  # fmt: skip
                 limits = Limits(n, 0, n, n, 16, 16, 1, 1, 1, 16)
                 launches.append(provider.bind(a, limits, Scratch(device, provider.workspace_bytes(a, limits))))
-                touched.append(len(np.unique(ids)) * 3 * width * hidden * 2)
-            took = seconds(device, lambda number, each=launches, n=n: each[number % CHOICES](device.stream, n))
+                touched.append(len(np.unique(ids)) * each)
+            took = seconds(device, lambda number, those=launches, n=n: those[number % CHOICES](device.stream, n))
             floor = statistics.mean(touched) / rate
-            rows_found.append({"shape": shape, "rows": n, "us": round(took * 1e6, 1), "share": round(floor / took, 3)})
-            print(f"{shape} {n:4d} rows: {took * 1e6:8.1f} us, {floor / took:.0%} of the copy rate")
+            row = {"shape": shape, "packing": packing, "rows": n, "us": round(took * 1e6, 1), "share": round(floor / took, 3)}
+            rows_found.append(row)
+            print(f"{shape} {packing} {n:4d} rows: {took * 1e6:8.1f} us, {floor / took:.0%} of the copy rate", flush=True)
     if options.json:
         facts = {
             "date": time.strftime("%Y-%m-%d"),

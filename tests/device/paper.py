@@ -43,6 +43,7 @@ from polydraft.contracts.packing import PACKINGS, PackedWeight, Packing
 from polydraft.contracts.stacking import stacked
 from polydraft.device import DTYPES, DeviceCounters
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
+from polydraft_cuda import CAPABILITIES
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
@@ -318,9 +319,15 @@ def experts_of_half(
     return [*launches, ("expert_mlp", mlp), ("residual_add+rms_norm", CompositeArgs((add, norm)))]
 
 
-def weight_on_paper(device: Any) -> Callable[[str, str, tuple[int, ...]], Any]:
-    """Makes weights for `experts_of_half`, those of a router in float32."""
-    return lambda name, role, shape: CudaWeight(role, device.empty(name, shape, "f32" if role == "router" else device.dtype))
+def weight_on_paper(device: Any, packing: Packing | None = None) -> Callable[[str, str, tuple[int, ...]], Any]:
+    """Makes weights for `experts_of_half`, those of a router in float32, those of experts in a packing if there is one."""
+
+    def weight(name: str, role: str, shape: tuple[int, ...]) -> Any:
+        if role == "experts" and packing is not None:
+            return packed_on_paper(device, shape, packing)
+        return CudaWeight(role, device.empty(name, shape, "f32" if role == "router" else device.dtype))  # type: ignore[arg-type]
+
+    return weight
 
 
 def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
@@ -394,7 +401,8 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
 
 
 def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bound]:
-    """Bind a projection, gate and up with their activation, and a large head with its choice, packed; what was bound."""
+    """Bind a projection, gate and up with their activation, a large head with its choice, and a half whose experts are taken so,
+    packed; what was bound."""
     device: Any = PaperDevice(dtype=act, **options)
     for outputs, out in ((2 * shape.ffn, act), (HEAD, "f32")):
         weight = packed_on_paper(device, (outputs, shape.hidden), PACKINGS[packing])
@@ -408,16 +416,20 @@ def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bo
             gated = device.empty("gated", (shape.rows, shape.ffn), act)
             launches.append(("swiglu", SwigluV1(gate_up=y, out=gated)))
         _bind(device, launches, shape)
+    if packing in CAPABILITIES.expert_packings:
+        _bind(device, experts_of_half(device, HALF, shape.rows, weight_on_paper(device, PACKINGS[packing])), shape)
     return device.bound  # type: ignore[no-any-return]
 
 
-def packed_on_paper(device: Any, shape: tuple[int, int], packing: Packing) -> CudaPackedWeight:
-    """A packed weight whose numbers are one in memory, whatever its size."""
-    width = -(-shape[1] // 2) if packing.number == "int4" else shape[1]
-    numbers = np.broadcast_to(np.zeros(1, np.int8 if packing.number == "int8" else np.uint8), (shape[0], width))
+def packed_on_paper(device: Any, shape: tuple[int, ...], packing: Packing) -> CudaPackedWeight:
+    """A packed weight, or a stack of experts, whose numbers are one in memory, whatever its size."""
+    *rows, inputs = shape
+    width = -(-inputs // 2) if packing.number == "int4" else inputs
+    numbers = np.broadcast_to(np.zeros(1, np.int8 if packing.number == "int8" else np.uint8), (*rows, width))
     scales = np.broadcast_to(np.ones(1, np.float32), packing.scales_of(shape))
     zeros = np.broadcast_to(np.zeros(1, np.uint8), scales.shape) if packing.zeros else None
-    return CudaPackedWeight(device, "linear", PackedWeight(packing, shape, numbers, scales, zeros), device.dtype)
+    role = "linear" if len(shape) == 2 else "experts"
+    return CudaPackedWeight(device, role, PackedWeight(packing, shape, numbers, scales, zeros), device.dtype)
 
 
 def _limits(shape: Shape) -> Limits:

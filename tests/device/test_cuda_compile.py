@@ -12,7 +12,6 @@ import pytest
 from polydraft import environment
 from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
-from polydraft.contracts.kernels.linear import packed_cases
 from polydraft.errors import DeviceError
 from polydraft_cuda import CAPABILITIES, compiler
 from polydraft_cuda.kernels import kernels
@@ -30,7 +29,7 @@ needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
 Variant = tuple[Path, tuple[tuple[str, str | float], ...]]
 
 
-SHAPED = ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int8-channel-a8", "int4-group32-zeros")
+SHAPED = ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int8-channel-a8", "int4-channel-zeros", "int4-group32-zeros")
 """Packings whose kernels are compiled in all sizes: each number, and each way in which scales meet sums."""
 
 
@@ -51,8 +50,10 @@ def variants(arch: str, acts: tuple[str, ...] = ("f32", "bf16", "f16")) -> tuple
     for packing, act, invariant in itertools.product(CAPABILITIES.weight_packings, acts, (False, True)):
         bound = [
             one
-            for case in packed_cases(packing)
-            for one in bind_on_paper("linear", case, act, arch=arch, row_invariant=invariant)
+            for contract in (REGISTRY[name] for name in REGISTRY.names())
+            if contract.packed_cases and packing in getattr(CAPABILITIES, contract.packings)
+            for case in contract.packed_cases(packing)
+            for one in bind_on_paper(contract.name, case, act, arch=arch, row_invariant=invariant)
         ]
         if packing in SHAPED and arch == "sm_90" and act != "f32":
             bound += bind_packed(SHAPES[0], act, packing, arch=arch, row_invariant=invariant)

@@ -594,16 +594,18 @@ def test_clusters_that_do_not_run_at_once_are_not_used(library: bool):
 
 
 # -- experts ------------------------------------------------------------------------------------------
-def experts_of(device: Any, rows: int = 512) -> Any:
-    """The experts of ernie21, bound for up to so many rows."""
+def experts_of(device: Any, rows: int = 512, *, gate_up: str = "", down: str = "") -> Any:
+    """The experts of ernie21, bound for up to so many rows, packed where a packing is named."""
     count, width, hidden, each = 64, 1536, 2560, 6
     ids, weights = device.empty("ids", (rows, each), "i32"), device.empty("weights", (rows, each), "f32")
     x, out = (device.empty(name, (rows, hidden), device.dtype) for name in ("x", "out"))
-    gate_up = device.empty("gate_up", (count, 2 * width, hidden), device.dtype)
-    down = device.empty("down", (count, hidden, width), device.dtype)
-    a = ExpertMlpV1(
-        x=x, expert_ids=ids, expert_weights=weights, gate_up=gate_up, down=down, shared=None, shared_gate=None, out=out
-    )
+    stacks: Any = {
+        name: weight_on_paper(device, PACKINGS[packing] if packing else None)(name, "experts", shape)
+        for name, packing, shape in (
+            ("gate_up", gate_up, (count, 2 * width, hidden)), ("down", down, (count, hidden, width)),
+        )
+    }  # fmt: skip
+    a = ExpertMlpV1(x=x, expert_ids=ids, expert_weights=weights, shared=None, shared_gate=None, out=out, **stacks)
     nbytes = experts.workspace_bytes(device, a, LIMITS)
     workspace = SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"), nbytes=nbytes)
     return experts.expert_mlp(device, a, LIMITS, workspace)
@@ -644,6 +646,69 @@ def test_without_tiles_or_where_rows_are_invariant_experts_are_streamed(options:
     launch = experts_of(device)
     for n, tokens in {1: 8, 42: 8, 43: 16, 100: 32, 5000: 32}.items():
         assert chosen(device, launch, n) == ["experts.cu", *[f"experts_stream.cu {tokens}"] * 2, "experts.cu"]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_packed_experts_go_through_tiles_few_rows_and_many(invariant: bool):
+    device: Any = Recorder(dtype="bf16", row_invariant=invariant)
+    launch = experts_of(device, gate_up="fp8-channel", down="int4-channel-zeros")
+    assert chosen(device, launch, 1) == [*["experts_tile.cu 8"] * 2, "experts.cu"]
+    assert [defines.get("ALONE") for _, defines, _ in device.launched] == [1, 1, None]
+    for n, tokens in {2: 8, 42: 8, 43: 16, 256: 64, 512: 128, 5000: 128}.items():
+        assert chosen(device, launch, n) == ["experts.cu", *[f"experts_tile.cu {tokens}"] * 2, "experts.cu"], n
+        assert [defines.get("NUMBER") for _, defines, _ in device.launched] == [None, 1, 3, None]
+    for one in (one for one in device.bound if one.name == "expert_tile"):
+        groups, gated, (*_, scales, zeros, of_rows, each, count, outputs, inputs) = (
+            one.defines["GROUPS"], one.defines["GATED"], one.arguments,
+        )  # fmt: skip
+        chunk, rows = 64 if gated else 32, 64 * groups
+        assert one.threads == 128 * groups + 32
+        assert one.defines["STAGES"] * 2 * (rows * chunk + one.defines["TOKENS"] * 128) <= one.shared - 1024
+        assert one.shared + 2 * 513 * 4 + 1024 < device.shared_bytes
+        assert scales is not None
+        assert (zeros is None, of_rows, each, count) == (bool(gated), None, 6, 64)
+        assert (outputs, inputs) == ((1536, 2560) if gated else (2560, 1536))
+        if one.defines["ALONE"]:
+            assert (one.grid(1), groups) == ((96, 3) if gated else (120, 2)), "all at once, in shares as even as can be"
+
+
+def test_rows_are_rounded_once_before_either_product_of_packed_experts():
+    device: Any = Recorder(dtype="bf16")
+    launch = experts_of(device, gate_up="fp8-channel-a8", down="int8-channel-a8")
+    assert chosen(device, launch, 1) == ["packed.cu", "experts_tile.cu 8", "packed.cu", "experts_tile.cu 8", "experts.cu"]
+    assert chosen(device, launch, 8)[:2] == ["packed.cu", "experts.cu"], "rows are gathered as they are multiplied"
+    rounding = [one for one in device.bound if one.name == "round_rows"]
+    assert {(one.grid(7)[0], one.arguments[3], one.defines["EIGHT"]) for one in rounding} == {(7, 2560, 0), (42, 1536, 0)}
+    lists = next(one for one in device.bound if one.name == "list_experts")
+    numbers, scales, _ = rounding[0].arguments[1], rounding[0].arguments[2], rounding[0].arguments[3]
+    assert lists.arguments[3].pointer == numbers.pointer, "gathered are the rounded rows"
+    up = next(one for one in device.bound if one.name == "expert_tile" and one.defines["GATED"])
+    assert up.arguments[7].pointer == scales.pointer
+
+
+@pytest.mark.parametrize(
+    ("options", "packings", "pieces"),
+    [
+        ({"arch": "sm_80"}, {"gate_up": "fp8-channel", "down": "fp8-channel"}, [0, 0]),
+        ({"dtype": "f32"}, {"gate_up": "int4-channel", "down": "int8-channel"}, [0, 0]),
+        ({"row_invariant": True}, {"gate_up": "fp8-channel"}, [1, 0]),
+    ],
+)  # fmt: skip
+def test_packed_experts_elsewhere_are_left_to_plain_kernels(options: dict, packings: dict, pieces: list[int]):
+    device: Any = Recorder(**{"dtype": "bf16"} | options)
+    launch = experts_of(device, **packings)
+    for n in (1, 100):
+        chosen(device, launch, n)
+        assert device.called[-3:] == ["expert_plain", "expert_plain", "sum_experts"]
+        assert [defines["PIECES"] for _, defines, _ in device.launched[:2]] == pieces
+
+
+def test_one_stack_of_experts_may_be_packed_and_the_other_not():
+    device: Any = Recorder(dtype="bf16")
+    launch = experts_of(device, down="fp8-channel")
+    assert chosen(device, launch, 1) == ["experts_row.cu", "experts_tile.cu 8", "experts.cu"]
+    assert chosen(device, launch, 8) == ["experts.cu", *["experts_tile.cu 8"] * 2, "experts.cu"]
+    assert [defines.get("NUMBER") for _, defines, _ in device.launched] == [None, 0, 1, None]
 
 
 def test_tiles_of_experts_have_room_and_every_output_is_in_one():

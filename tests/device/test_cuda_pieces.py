@@ -123,7 +123,8 @@ def test_a_kernel_gets_the_arguments_that_it_declares(packing: str, act: str):
 
 def test_a_block_has_shared_memory_for_what_it_has_in_flight():
     for packing, invariant in itertools.product(PACKINGS, (False, True)):
-        tiles = [one for one in bind_packed(SHAPES[0], "bf16", packing, row_invariant=invariant) if one.name == "linear_tile"]
+        bound = bind_packed(SHAPES[0], "bf16", packing, row_invariant=invariant)
+        tiles = [one for one in bound if one.name == "linear_tile" and one.defines["NUMBER"]]
         assert tiles
         for one in tiles:
             tokens, stages = one.defines["TOKENS"], one.defines["STAGES"]
@@ -178,7 +179,40 @@ def test_where_e4m3_meets_e4m3_only_a_head_has_pieces_beside_its_rows():
 def test_rows_that_overlap_travel_as_the_memory_that_they_span():
     pool = np.arange(100, dtype=np.uint8)
     rows = np.lib.stride_tricks.as_strided(pool, (9, 20), (7, 1), writeable=False)
-    span, pitch = packed._memory(rows)
-    assert (span.tolist(), pitch) == (list(range(8 * 7 + 20)), 7)
-    span, pitch = packed._memory(np.ascontiguousarray(rows))
-    assert (span.size, pitch) == (180, 20)
+    span, step, pitch = packed._memory(rows)
+    assert (span.tolist(), step, pitch) == (list(range(8 * 7 + 20)), 0, 7)
+    span, step, pitch = packed._memory(np.ascontiguousarray(rows))
+    assert (span.size, step, pitch) == (180, 180, 20)
+    stack = np.lib.stride_tricks.as_strided(pool, (3, 9, 20), (11, 7, 1), writeable=False)
+    span, step, pitch = packed._memory(stack)
+    assert (span.tolist(), step, pitch) == (list(range(2 * 11 + 8 * 7 + 20)), 11, 7)
+    span, step, pitch = packed._memory(np.ascontiguousarray(stack))
+    assert (span.size, step, pitch) == (540, 180, 20)
+
+
+@pytest.mark.parametrize(
+    ("act", "arch", "laid_out"), [("bf16", "sm_90", True), ("f32", "sm_90", False), ("bf16", "sm_80", False)]
+)
+def test_a_stack_of_experts_lies_matrix_by_matrix(act: str, arch: str, laid_out: bool):
+    device, kind = PaperDevice(dtype=act, arch=arch), PACKINGS["fp8-channel-a8"]
+    pool = np.arange(100, dtype=np.uint8)
+    numbers = np.lib.stride_tricks.as_strided(np.resize(pool, 2000), (3, 32, 64), (11, 7, 1), writeable=False)
+    value = PackedWeight(kind, (3, 32, 64), numbers, np.ones((3, 32, 1), np.float32))
+    weight: Any = packed.prepare(device, "experts", value, act)  # type: ignore[arg-type]
+    assert (weight.tiled, weight.eight, weight.numbers.shape) == (laid_out, False, (96, 64))
+    (made,) = device.bound
+    assert made.name == ("lay_out" if laid_out else "spread_bytes")
+    assert made.arguments[-3:] == ((32, 11, 7)), "rows of a matrix, bytes from matrix to matrix and from row to row"
+
+
+@pytest.mark.parametrize("number", ["int8", "int4"])
+def test_a_number_is_found_in_pieces_where_it_was_laid(number: str):
+    """`number_in_pieces` of packed.cuh."""
+    for lane, word, at in itertools.product(range(32), range(2 if number == "int4" else 4), range(8 if number == "int4" else 4)):
+        within = input_of(number, lane, word, at)
+        assert lane & 3 == within >> 1 & 3
+        if number == "int4":
+            byte, nibble = (within >> 5) * 4 + (within & 1) * 2 + (within >> 4 & 1), within >> 3 & 1
+            assert (byte, nibble) == (word * 4 + at // 2, at % 2)
+        else:
+            assert (within >> 4) * 4 + (within & 1) * 2 + (within >> 3 & 1) == word * 4 + at

@@ -23,6 +23,7 @@ from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, plain_frequencies
 from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
+from polydraft.contracts.packing import PACKINGS, pack
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import attention as attention_module
@@ -387,8 +388,11 @@ HALVES: dict[str, tuple[Half, dict[str, Any]]] = {
     "groups, none shared": (Half(2048, 768, 96, 4, 0), {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2}),
     "the last of a model, odd": (Half(1088, 192, 13, 5, 64), {"renormalize": "none"}),
     "the last, none shared": (Half(1024, 64, 32, 2, 0), {"scale": 0.5}),
+    "packed": (Half(1024, 256, 32, 4, 256), {"packing": "fp8-channel"}),
+    "the last, packed, odd": (Half(1088, 192, 13, 5, 64), {"packing": "int8-channel"}),
 }
-"""Sizes of halves with experts, and what differs in the choice; no norm is behind the last of a model."""
+"""Sizes of halves with experts, and what differs in the choice, or the packing of the experts; no norm is behind the last of a
+model."""
 
 
 class Experts:
@@ -398,6 +402,7 @@ class Experts:
     def __init__(self, device: CudaDevice, half: Half, rows: int, *, last: bool, **routing: Any) -> None:
         self.rng, self.device, self.table = np.random.default_rng(rows), device, polydraft_cuda.polydraft_kernels(device)
         self.made: dict[str, Array] = {}
+        self.packing = routing.pop("packing", "")
         if "bias" in routing:
             routing["bias"] = self.weight("bias", "router", (half.experts,))
         launches = experts_of_half(device, half, rows, self.weight, **routing)
@@ -422,6 +427,10 @@ class Experts:
         pool += np.float32(role == "norm")
         strides = tuple(61 * 4 * int(np.prod(shape[k + 1 : -1])) for k in range(len(shape) - 1))
         self.made[name] = np.lib.stride_tricks.as_strided(pool, shape, (*strides, 4), writeable=False)
+        if role == "experts" and self.packing:
+            packed = pack(self.made[name], PACKINGS[self.packing])
+            self.made[name] = packed.read()
+            return self.table.prepare_weight(role, packed, self.device.dtype)
         return self.table.prepare_weight(role, self.made[name], "f32" if role == "router" else self.device.dtype)
 
     def rounded(self, value: Array) -> Array:

@@ -2,31 +2,36 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 import polydraft_cuda
+from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.harness import check_kernel
-from polydraft.contracts import REGISTRY, ArgmaxV1, LinearV1, ProcessLogitsV1, SwigluV1
+from polydraft.conformance.oracle.checkpoints import tensor_shapes
+from polydraft.contracts import REGISTRY, ArgmaxV1, ExpertMlpV1, LinearV1, ProcessLogitsV1, SwigluV1
+from polydraft.contracts.base import Case
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
-from polydraft.contracts.kernels.linear import packed_cases
+from polydraft.contracts.kernels.expert_mlp import chosen_ids, expert_arrays
 from polydraft.contracts.packing import E4M3, PACKINGS, PackedWeight, Packing, pack, rounded
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import packed
 from tests.device.test_cuda_gpu import PROMPTS, texts
 from tests.device.test_cuda_shapes import filled, launch_of, limits
+from tools import make_checkpoint
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
 ROWS = (1, 4, 8, 9, 17, 33, 65, 100, 129, 256, 257)
 
 
-TAKEN = polydraft_cuda.CAPABILITIES.weight_packings
+TAKEN, OF_EXPERTS = polydraft_cuda.CAPABILITIES.weight_packings, polydraft_cuda.CAPABILITIES.expert_packings
+OF_CONTRACTS = [*(("linear", one) for one in TAKEN), *(("expert_mlp", one) for one in OF_EXPERTS)]
 SHAPED = ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int4-group32-zeros")
 """Packings that are tried in every way; the others differ from some of these by numbers, groups or zero points."""
 
@@ -38,18 +43,19 @@ def opened(act: str = "bf16", *, invariant: bool = False) -> Iterator[CudaDevice
     device.close()
 
 
-def random_weight(packing: Packing, outputs: int, inputs: int) -> PackedWeight:
+def random_weight(packing: Packing, *shape: int) -> PackedWeight:
     """Numbers of every size, and scales and zero points that differ from place to place; `pack` would take longer."""
-    rng = np.random.default_rng(outputs + inputs)
+    *rows, inputs = shape
+    rng = np.random.default_rng(sum(shape))
     width = inputs // 2 if packing.number == "int4" else inputs
-    bits = rng.integers(0, 256, (outputs, width), np.uint8)
+    bits = rng.integers(0, 256, (*rows, width), np.uint8)
     if packing.number == "fp8":
         bits[bits & 127 == 127] = 5
-    places = packing.scales_of((outputs, inputs))
+    places = packing.scales_of(shape)
     largest = {"fp8": 100.0, "int8": 73.0, "int4": 5.0}[packing.number]
     scales = (rng.uniform(0.25, 4, places) / (largest * np.sqrt(inputs))).astype(np.float32)
     zeros = rng.integers(0, 16, places).astype(np.uint8) if packing.zeros else None
-    return PackedWeight(packing, (outputs, inputs), bits.view(np.int8) if packing.number == "int8" else bits, scales, zeros)
+    return PackedWeight(packing, shape, bits.view(np.int8) if packing.number == "int8" else bits, scales, zeros)
 
 
 class Projection:
@@ -95,15 +101,14 @@ class Projection:
 
 
 @pytest.mark.parametrize("act", polydraft_cuda.CAPABILITIES.dtypes)
-@pytest.mark.parametrize("packing", TAKEN)
-def test_a_packed_product_is_what_its_contract_says(packing: str, act: str):
+@pytest.mark.parametrize(("contract", "packing"), OF_CONTRACTS)
+def test_a_packed_product_is_what_its_contract_says(contract: str, packing: str, act: str):
     for invariant in (False, True):
-        device = polydraft_cuda.polydraft_open_device("", DeviceOptions(act, row_invariant=invariant))
-        table = polydraft_cuda.polydraft_kernels(device)
-        for case in packed_cases(packing):
-            found = check_kernel(REGISTRY["linear"], case, device, table, act=act)
-            assert found.ok, found.describe()
-        device.close()
+        with opened(act, invariant=invariant) as device:
+            cases: Any = REGISTRY[contract].packed_cases
+            for case in cases(packing):
+                found = check_kernel(REGISTRY[contract], case, device, polydraft_cuda.polydraft_kernels(device), act=act)
+                assert found.ok, found.describe()
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -260,6 +265,149 @@ def test_rows_that_overlap_in_memory_are_spread_out(packing: str):
     device.close()
 
 
+# -- experts ------------------------------------------------------------------------------------------
+SIZES = ((256, 128, 5, 2), (1088, 192, 13, 5), (320, 96, 4, 3), (192, 64, 512, 2))
+"""Hidden features, those of an expert, experts, experts of a row: whole pairs of chunks, halves of pairs, a first product in
+pieces for plain kernels, since the second is none for tiles, and as many experts as a list has room for."""
+
+
+def experts_case(packing: Packing, size: tuple[int, int, int, int], rows: int) -> Case:
+    """Random packed experts, with shared ones; some places of some rows have none."""
+    (hidden, width, experts, chosen), rng = size, np.random.default_rng(size)
+    x, shared = rng.standard_normal((2, rows, hidden), np.float32) * np.float32(2.0) ** rng.integers(-2, 3, (rows, 1))
+    ids = np.where(rng.random((rows, chosen)) < 0.1, -1, chosen_ids(rng, rows, experts, chosen))
+    gate_up: Any = random_weight(packing, experts, 2 * width, hidden)
+    down: Any = random_weight(packing, experts, hidden, width)
+    arrays = expert_arrays(x.astype(np.float32), ids, gate_up, down, None, shared.astype(np.float32), None)
+    return Case(f"{size} {packing.name}", arrays, {}, rows, {"out": (x.shape, "act")})
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("packing", "act"), [*((one, "bf16") for one in OF_EXPERTS), ("fp8-channel", "f16")])
+def test_packed_experts_in_sizes_of_tiles_are_what_their_contract_says(packing: str, act: str, invariant: bool):
+    with opened(act, invariant=invariant) as device:
+        table = polydraft_cuda.polydraft_kernels(device)
+        for size, rows in itertools.product(SIZES, (1, 2, 19)):
+            case = experts_case(PACKINGS[packing], size, rows)
+            found = check_kernel(REGISTRY["expert_mlp"], case, device, table, act=act)
+            assert found.ok, (rows, found.describe())
+
+
+class PackedExperts:
+    """Packed experts of whole tiles, bound for many rows; `run(rows)` gives what these rows of x get."""
+
+    def __init__(self, device: CudaDevice, packing: str, size: tuple[int, int, int, int], rows: int) -> None:
+        self.device, self.case = device, experts_case(PACKINGS[packing], size, rows)
+        arrays, act, table = self.case.arrays, device.dtype, polydraft_cuda.polydraft_kernels(device)
+        self.buffers = {
+            name: device.empty(name, arrays[name].shape, kind)
+            for name, kind in (("x", act), ("shared", act), ("expert_ids", "i32"), ("expert_weights", "f32"))
+        }
+        stacks: Any = {name: table.prepare_weight("experts", arrays[name], act) for name in ("gate_up", "down")}
+        assert all(stack.tiled for stack in stacks.values())
+        self.out = device.empty("out", arrays["x"].shape, act)
+        self.args = ExpertMlpV1(**self.buffers, **stacks, shared_gate=None, out=self.out)
+        self.launch = launch_of(device, "expert_mlp", self.args, limits(rows))
+
+    def run(self, rows: Array) -> Array:
+        self.device.fill_bytes(self.out, 0xFF)
+        for name, buffer in self.buffers.items():
+            value = self.case.arrays[name]
+            turned = np.concatenate([value[rows], np.delete(value, rows, 0)])
+            self.device.load(buffer, turned if buffer.dtype == "i32" else to_host(turned, buffer.dtype))
+        self.launch(self.device.stream, len(rows))
+        found = from_host(self.device.read(self.out.pointer, self.out.shape, self.device.dtype), self.device.dtype)
+        assert np.isnan(found[len(rows) :]).all(), "nothing behind the launch length is written"
+        return found[: len(rows)]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("packing", OF_EXPERTS)
+def test_a_row_of_packed_experts_is_the_same_in_every_launch(packing: str, invariant: bool):
+    """So tiles of every number of rows are as right as those that the contract was compared with."""
+    with opened(invariant=invariant) as device:
+        experts = PackedExperts(device, packing, SIZES[1], 700)
+        every = experts.run(np.arange(700))
+        for n in (1, 2, 9, 10, 11, 20, 21, 41, 42, 82, 83, 166, 333, 500):
+            rows = np.random.default_rng(n).permutation(700)[:n]
+            assert np.array_equal(experts.run(rows), every[rows]), n
+        many = PackedExperts(device, packing, (128, 64, 2, 1), 700)
+        every = many.run(np.arange(700))
+        assert np.array_equal(many.run(np.arange(1)), every[:1]), "more rows of one expert than a tile has"
+        assert np.array_equal(many.run(np.arange(31)), every[:31])
+
+
+def test_experts_of_a_large_model_are_laid_out_from_rows_that_overlap():
+    hidden, width, experts, chosen, rows = 4096, 1408, 128, 8, 67
+    rng, kind = np.random.default_rng(8), PACKINGS["fp8-channel"]
+
+    def stack(outputs: int, inputs: int) -> PackedWeight:
+        pool = rng.integers(0, 256, 1021 * (experts - 1) + 61 * (outputs - 1) + inputs, np.uint8)
+        pool[pool & 127 == 127] = 5
+        numbers = np.lib.stride_tricks.as_strided(pool, (experts, outputs, inputs), (1021, 61, 1), writeable=False)
+        scales = rng.uniform(0.25, 4, (experts, outputs, 1)).astype(np.float32) / np.float32(100 * np.sqrt(inputs))
+        return PackedWeight(kind, (experts, outputs, inputs), numbers, scales)
+
+    with opened() as device:
+        table, values = polydraft_cuda.polydraft_kernels(device), (stack(2 * width, hidden), stack(hidden, width))
+        stacks: list[Any] = [table.prepare_weight("experts", value, "bf16") for value in values]
+        x, ids = rng.standard_normal((rows, hidden), np.float32), chosen_ids(rng, rows, experts, chosen)
+        args = ExpertMlpV1(
+            x=filled(device, "x", x, "bf16"), expert_ids=device.empty("ids", ids.shape, "i32"), gate_up=stacks[0],
+            expert_weights=filled(device, "weights", np.full(ids.shape, 0.125, np.float32), "f32"), down=stacks[1],
+            shared=None, shared_gate=None, out=device.empty("out", x.shape, "bf16"),
+        )  # fmt: skip
+        device.load(args.expert_ids, ids.astype(np.int32))
+        launch = launch_of(device, "expert_mlp", args, limits(rows))
+        x = from_host(to_host(x, "bf16"), "bf16").astype(np.float32)
+        for n in (1, 8, 67):
+            launch(device.stream, n)
+            found = from_host(device.read(args.out.pointer, args.out.shape, "bf16"), "bf16")
+            for r in {0, n - 1}:
+                wanted, size = np.zeros(hidden, np.float32), np.zeros(hidden, np.float32)
+                for expert in ids[r]:
+                    gate, up = np.split(values[0][int(expert)].read() @ x[r], 2)
+                    term = values[1][int(expert)].read() @ (gate / (1 + np.exp(-gate)) * up)
+                    wanted, size = wanted + term / 8, size + np.abs(term) / 8
+                assert (np.abs(found[r] - wanted) <= 4 * EPS["bf16"] * np.maximum(size, size.mean())).all(), (n, r)
+
+
+@pytest.fixture(scope="module")
+def wide_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random tiny model with experts whose sizes tiles take."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "head_dim": 64, "intermediate_size": 384}
+    config = {**make_checkpoint.FAMILIES["glm4-moe"], **sizes}
+    drawn = make_checkpoint.draw(tensor_shapes(config), config, np.random.default_rng(4), embedding_first=True)
+    return str(make_checkpoint.write(tmp_path_factory.mktemp("wide") / "experts", config, drawn))
+
+
+def of_experts(model: str, backend: str, drafts: int, **options: Any) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    llm = LLM(model=model, backend=backend, draft_tokens=drafts, **{"max_num_seqs": 4, "weights": "fp8", **options})
+    with closing(llm):
+        prompts = [[5, 9, 11, 4], [7] * 9, [3, 8, 3, 8], list(range(1, 40))]
+        return [tuple(one.token_ids) for one in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-a8", "int8", "int4"])
+def test_texts_of_packed_experts_are_those_of_the_reference(wide_experts: str, weights: str):
+    own = {"dtype": "f32", "weights": weights}
+    wanted = of_experts(wide_experts, "reference", 0, **own)
+    for drafts, graph in itertools.product((0, 3), ("off", "decode")):
+        assert of_experts(wide_experts, "cuda", drafts, graph=graph, **own) == wanted, (drafts, graph)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-a8", "int8"])
+def test_texts_of_packed_experts_by_tiles_do_not_depend_on_drafts(wide_experts: str, weights: str):
+    own: dict[str, Any] = {"dtype": "bf16", "weights": weights}
+    wanted = of_experts(wide_experts, "cuda", 0, invariant=True, **own)
+    for drafts, graph in itertools.product((0, 3), ("off", "decode")):
+        assert of_experts(wide_experts, "cuda", drafts, graph=graph, invariant=True, **own) == wanted, (drafts, graph)
+        joined = of_experts(wide_experts, "cuda", drafts, graph=graph, **own)  # texts may part where logits tie
+        assert sum(one == other for one, other in zip(joined, wanted, strict=True)) >= 3, (drafts, graph)
+
+
+# -- engines ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
 def test_an_engine_writes_the_texts_of_the_reference_with_and_without_drafts(weights: str):
     wanted = [ids for ids, _ in texts("reference", 0, prompts=PROMPTS[:3], weights=weights)]

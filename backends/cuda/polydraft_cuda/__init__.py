@@ -30,6 +30,7 @@ CAPABILITIES = Capabilities(
     sliding_window=True,
     sleep=True,
     weight_packings=tuple(name for name, one in PACKINGS.items() if not (one.activations and one.number == "int4")),
+    expert_packings=tuple(name for name, one in PACKINGS.items() if not one.columns),
     ranks="processes",
     rank_dtypes=("bf16", "f16", "f32"),
     rank_devices=True,

@@ -1,10 +1,11 @@
 // Mixture of experts, the small launches: lists of each expert's rows, and the last sum; and the two products of an expert for what
-// `experts_stream.cu` does not take (float32, odd sizes).
+// neither `experts_tile.cu` nor `experts_stream.cu` takes (float32, odd sizes, packed weights before sm_90).
 //
 // A *place* is one choice of one row: row * chosen + number of the choice. Places of one expert lie together in `list`, in
 // ascending order, which depends on the ids alone.
 //
-// Defines: ACT, and for one kernel each GATED (the first product).
+// Defines: ACT, and for one kernel each GATED (the first product), NUMBER (0: weights in the activation type; as in packed.cuh), PIECES
+// (numbers lie as pieces, not row by row), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` are the scales).
 #include "tensor.cuh"
 
 // -- lists: a block an expert counts the places of lower experts and lists its own, and gathers their rows of x where somebody
@@ -73,27 +74,48 @@ extern "C" __global__ void sum_experts(const float* terms, const int* ids, const
 }
 
 // -- any size: a warp one output of one place ---------------------------------------------------------------------------
-// GATED: h[place, I] = silu(gate) * up of x's row; else terms[place, H] of h's row.
+// GATED: h[place, I] = silu(gate) * up of x's row; else terms[place, H] of h's row. A packed output has one scale.
 #ifdef GATED
+#if NUMBER
+#include "packed.cuh"
+typedef unsigned char number_t;
+#else
+typedef act_t number_t;
+#endif
 #if GATED
 typedef act_t to_t;
 #else
 typedef float to_t;
 #endif
-extern "C" __global__ void expert_plain(const act_t* x, const act_t* w, const int* ids, to_t* out, int chosen, int outputs, int inputs) {
+extern "C" __global__ void expert_plain(const act_t* x, const number_t* w, const int* ids, to_t* out, const float* scales, const unsigned char* zeros,
+                                        const float* row_scales, int chosen, int outputs, int inputs) {
     begin_dependent();
     const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     const int64_t place = blockIdx.y, expert = ids[place];
     if (o >= outputs || expert < 0) return;
-    const act_t* row = x + (GATED ? place / chosen : place) * inputs;
-    const act_t* first = w + (expert * outputs * (GATED ? 2 : 1) + o) * inputs;
+    const int64_t from = GATED ? place / chosen : place, first = expert * outputs * (GATED ? 2 : 1) + o;
+    const act_t* row = x + from * inputs;
+    auto weight = [&](int64_t output, int i) {
+#if NUMBER
+        const int zero = ZEROS ? zeros[output] : 8;
+        return PIECES ? number_in_pieces(w, output, i, inputs, zero)
+                      : number_in_row(w + output * (NUMBER == INT4 ? (inputs + 1) / 2 : inputs), i, zero);
+#else
+        return to_float(w[output * inputs + i]);
+#endif
+    };
     float a = 0.f, b = 0.f;
     for (int i = lane; i < inputs; i += 32) {
         const float v = to_float(row[i]);
-        a = fmaf(to_float(first[i]), v, a);
-        if (GATED) b = fmaf(to_float(first[(int64_t)outputs * inputs + i]), v, b);
+        a = fmaf(weight(first, i), v, a);
+        if (GATED) b = fmaf(weight(first + outputs, i), v, b);
     }
     a = warp_sum(a), b = warp_sum(b);
+#if NUMBER
+    const float by = ROUNDED ? row_scales[from] : 1.f;
+    a *= scales[first] * by;
+    if (GATED) b *= scales[first + outputs] * by;
+#endif
     if (lane == 0) out[place * outputs + o] = from_float<to_t>(GATED ? a / (1.f + expf(-a)) * b : a);
 }
 #endif

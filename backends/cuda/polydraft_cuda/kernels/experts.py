@@ -2,13 +2,15 @@
 
 Nothing is sorted and nothing is counted on the host: lists of each expert's rows are made on the device, and persistent blocks
 take tiles of whichever experts have rows. 16-bit weights of even sizes go through `experts_row.cu` and `experts_tile.cu` on
-sm_90, and elsewhere, or where rows have to be invariant, through `experts_stream.cu`; anything else through plain kernels.
+sm_90, and elsewhere, or where rows have to be invariant, through `experts_stream.cu`. Packed ones (`kernels/packed.py`) go
+through `experts_tile.cu` on sm_90, few rows and many; anything else through plain kernels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from polydraft.contracts.base import Limits
@@ -16,7 +18,15 @@ from polydraft.device import DTYPES, Launch, Stream
 from polydraft.errors import ContractError
 from polydraft_cuda.compiler import ROWS, act, sequence
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels.projections import TILE_ROWS, tensor_map
+from polydraft_cuda.kernels.packed import (
+    CudaPackedWeight,
+    Rounded,
+    place_rounded,
+    product_defines,
+    round_rows,
+    rounded_bytes,
+)
+from polydraft_cuda.kernels.projections import TILE_ROWS, piece_bytes, piece_map, tensor_map
 from polydraft_cuda.kernels.provider import Kernel, source
 
 LIST_THREADS = 512
@@ -43,12 +53,12 @@ MIN_BLOCKS: Final = 2
 """Blocks of a multiprocessor."""
 CHUNK_BYTES: Final = 16 * 64 * 2
 TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
-"""Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once."""
+"""Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once. For the last, packed ones lack registers."""
 TILE_BYTES: Final = 200 << 10
 """Bytes of such a block, or of one of `experts_row.cu`, in flight. With half of them the blocks of two launches fit beside each
 other: that is slower, by a tenth for one row and by up to two fifths for more."""
 MOST_WIDTH: Final = 256
-"""Rows of weights that a block of `experts_row.cu` multiplies at once."""
+"""Rows of weights that a block multiplies at once with one row."""
 MOST_CHOSEN: Final = 16
 """Experts of a row whose terms a thread has at once."""
 
@@ -58,7 +68,7 @@ class Sized(NamedTuple):
 
     most: int
     lists: Launch | None
-    """Makes what `products` reads; one row wants none."""
+    """Makes what `products` reads; one row wants none, unless it is rounded."""
     products: Launch
 
 
@@ -88,10 +98,33 @@ def _parts(a: Any, pointer: int = 0) -> tuple[_Part, ...]:
     return tuple(found)
 
 
+class _Factors(NamedTuple):
+    """One of the products: rows by a stack of matrices."""
+
+    x: Any
+    weight: Any
+
+
+def _products(a: Any, h: _Part) -> tuple[_Factors, _Factors]:
+    return _Factors(a.x, a.gate_up), _Factors(h, a.down)
+
+
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
-    """Lists, what is between the two products, the terms of every choice, and its row."""
+    """Lists, what is between the two products, the terms of every choice, and its row; and what rows are rounded to."""
     del device, limits
-    return sum(part.nbytes for part in _parts(a))
+    parts = _parts(a)
+    return sum(part.nbytes for part in parts) + sum(map(_rounded_bytes, _products(a, parts[2])))
+
+
+def _rounded_bytes(a: _Factors) -> int:
+    return -(-rounded_bytes(a) // 256) * 256
+
+
+def _place_rounded(a: Any, parts: Sequence[_Part]) -> tuple[Rounded, Rounded]:
+    """The rows of both products as they are multiplied, behind all parts where they are rounded."""
+    up, down = _products(a, parts[2])
+    end = parts[-1].pointer + parts[-1].nbytes
+    return place_rounded(up, end), place_rounded(down, end + _rounded_bytes(up))
 
 
 def idle_at_first(a: Any, pointer: int = 0) -> tuple[int, int]:
@@ -100,10 +133,16 @@ def idle_at_first(a: Any, pointer: int = 0) -> tuple[int, int]:
     return terms.pointer, terms.nbytes
 
 
+def is_packed(weight: Any) -> bool:
+    """Whether a stack is packed."""
+    return isinstance(weight, CudaPackedWeight)
+
+
 def is_streamed(a: Any) -> bool:
-    """Whether `experts_stream.cu` takes these experts."""
+    """Whether other kernels than plain ones take these experts."""
     _, both, hidden = a.gate_up.shape
-    return bool(a.x.dtype != "f32" and hidden % 64 == 0 and (both // 2) % 64 == 0)
+    even = a.x.dtype != "f32" and hidden % 64 == 0 and (both // 2) % 64 == 0
+    return bool(even and all(weight.tiled for weight in (a.gate_up, a.down) if is_packed(weight)))
 
 
 def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
@@ -154,31 +193,44 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) ->
     (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
     if experts > MOST_EXPERTS:
         raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
-    begins, entries, h, terms, rows = _parts(a, workspace.buffer.pointer)
+    begins, entries, h, terms, rows = parts = _parts(a, workspace.buffer.pointer)
+    x, between = _place_rounded(a, parts)
+    of_x, of_h = _products(a, h)
+    first = [] if x.scales is None else [round_rows(device, of_x, x)]
+    middle = [] if between.scales is None else [round_rows(device, of_h, between, chosen)]
 
     def lists(gathered: _Part | None) -> Launch:
         function = device.function(source("experts.cu"), "list_experts", **act("f32"))
-        of_rows = (a.x, gathered) if gathered else (None, None)
-        return function.bind(
+        of_rows = (x.x, gathered) if gathered else (None, None)
+        return sequence(*first, function.bind(
             experts, LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen, hidden // 8, dependent=True
-        )
+        ))  # fmt: skip
 
-    if not is_streamed(a):
-        up = _plain(device, a, a.x, a.gate_up, h, both // 2, gated=1)
-        return [Sized(1 << 30, None, sequence(up, _plain(device, a, h, a.down, terms, hidden)))]
-    if device.arch != "sm_90" or device.row_invariant:
+    packed = is_packed(a.gate_up), is_packed(a.down)
+    tiled = device.arch == "sm_90" and (not device.row_invariant or all(packed))
+    if not is_streamed(a) or (any(packed) and not tiled):
+        up = _plain(device, a, x, a.gate_up, h, both // 2, gated=1)
+        return [Sized(1 << 30, None, sequence(*first, up, *middle, _plain(device, a, between, a.down, terms, hidden)))]
+    if not tiled:
         found = []
         for size in INVARIANT if device.row_invariant else SIZES:
             up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
             down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
             found.append(Sized(_fitting(size.tokens, experts, chosen), lists(None), sequence(up, down)))
         return found
-    up = _row(device, a, a.x, a.gate_up, h, both // 2, gated=1, early=early)
-    found = [Sized(1, None, sequence(up, _row(device, a, h, a.down, terms, hidden)))]
-    for tokens in TILE_TOKENS:
-        up = _tile(device, a, tokens, rows, a.gate_up, (begins, entries), h, both // 2, gated=1, early=early)
-        down = _tile(device, a, tokens, h, a.down, (begins, entries), terms, hidden)
-        found.append(Sized(_fitting(tokens, experts, chosen), lists(rows), sequence(up, down)))
+
+    def one_row(x: Rounded, weight: Any, out: _Part, outputs: int, *, gated: int = 0, early: bool = False) -> Launch:
+        if is_packed(weight):
+            return _tile(device, a, 0, x, weight, (a.expert_ids, None), out, outputs, gated=gated, early=early)
+        return _row(device, a, x.x, weight, out, outputs, gated=gated, early=early)
+
+    up, down = one_row(x, a.gate_up, h, both // 2, gated=1, early=early), one_row(between, a.down, terms, hidden)
+    found = [Sized(1, sequence(*first) if first else None, sequence(up, *middle, down))]
+    gathered = replace(x, x=rows)
+    for tokens in TILE_TOKENS[:-1] if any(packed) else TILE_TOKENS:
+        up = _tile(device, a, tokens, gathered, a.gate_up, (begins, entries), h, both // 2, gated=1, early=early)
+        down = _tile(device, a, tokens, between, a.down, (begins, entries), terms, hidden)
+        found.append(Sized(_fitting(tokens, experts, chosen), lists(rows), sequence(up, *middle, down)))
     return found
 
 
@@ -188,13 +240,27 @@ def _fitting(tokens: int, experts: int, chosen: int) -> int:
     return max(tokens, tokens * experts // (2 * chosen))
 
 
-def _plain(device: CudaDevice, a: Any, x: Any, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
+def _plain(device: CudaDevice, a: Any, x: Rounded, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
     chosen = int(a.expert_ids.shape[1])
-    function = device.function(source("experts.cu"), "expert_plain", GATED=gated, **act(a.x.dtype))
-    return function.bind(
-        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, 1), PLAIN_WARPS * 32, x, weight, a.expert_ids, out, chosen, outputs,
-        int(weight.shape[2]), dependent=True,
+    function = device.function(
+        source("experts.cu"), "expert_plain", GATED=gated, PIECES=int(is_packed(weight) and weight.tiled),
+        **_told(x, weight), **act(a.x.dtype),
     )  # fmt: skip
+    return function.bind(
+        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, 1), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
+        *_scales(x, weight), chosen, outputs, int(weight.shape[2]), dependent=True,
+    )  # fmt: skip
+
+
+def _told(x: Rounded, weight: Any) -> dict[str, int]:
+    """What kernels are told of a packing, whose scales are of whole outputs."""
+    told = product_defines(_Factors(x.x, weight))
+    return {name: told[name] for name in ("NUMBER", "ZEROS", "ROUNDED")}
+
+
+def _scales(x: Rounded, weight: Any) -> tuple[Any, Any, Any]:
+    """Scales and zero points of a packed stack, and scales of rows, as kernels take them."""
+    return (weight.scales, weight.zeros, x.scales) if is_packed(weight) else (None, None, None)
 
 
 def _stream(
@@ -233,8 +299,8 @@ def _row(
 
 
 def row_width(num_sms: int, height: int, chosen: int, unit: int) -> int:
-    """Rows of weights of a block of `experts_row.cu`, a multiple of `unit`: so few that all blocks run at once, or as many times
-    over as they have to."""
+    """Rows of weights of a block for one row, a multiple of `unit`: so few that all blocks run at once, or as many times over as
+    they have to."""
     times = -(-chosen * height // (num_sms * MOST_WIDTH))
     width = -(-chosen * height // (num_sms * times * unit)) * unit
     while width < MOST_WIDTH and chosen * -(-height // width) > num_sms * times:
@@ -243,22 +309,27 @@ def row_width(num_sms: int, height: int, chosen: int, unit: int) -> int:
 
 
 def _tile(
-    device: CudaDevice, a: Any, tokens: int, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0,
+    device: CudaDevice, a: Any, tokens: int, x: Rounded, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0,
     early: bool = False,
 ) -> Launch:  # fmt: skip
-    experts, _, inputs = weight.shape
-    chosen, tiles = int(a.expert_ids.shape[1]), -(-outputs // (TILE_ROWS // 2 if gated else TILE_ROWS))
-    stage = (TILE_ROWS + tokens) * 128
-    stages = TILE_BYTES // stage
+    """`tokens` 0: for one row alone, with choices in place of lists."""
+    experts, height, inputs = weight.shape
+    most, chosen, packed, alone = int(device.num_sms), int(a.expert_ids.shape[1]), is_packed(weight), not tokens
+    rows, tokens = (row_width(most, int(height), chosen, 64), 8) if alone else (TILE_ROWS, tokens)
+    tiles = -(-int(height) // rows)
+    stage = 2 * (rows * piece_bytes(weight) + tokens * 128) if packed else (rows + tokens) * 128
+    stages, groups = TILE_BYTES // stage, rows // 64
     function = device.function(
-        source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, STAGES=stages, GATED=gated,
-        EARLY=int(early), **act(a.x.dtype),
+        source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, GROUPS=groups, STAGES=stages, GATED=gated,
+        ALONE=int(alone), EARLY=int(early), **_told(x, weight), **act(a.x.dtype),
     )  # fmt: skip
-    most = int(device.num_sms)
+    if packed:
+        weights, of_x = piece_map(device, weight, rows, paired=bool(gated), chunks=2), tensor_map(device, x.x, tokens, chunks=2)
+    else:
+        weights, of_x = tensor_map(device, weight, rows, paired=8 * gated), tensor_map(device, x.x, tokens)
     return function.bind(
-        lambda n: min(most, min(experts, n * chosen) * tiles), 2 * 128 + 32,
-        tensor_map(device, weight, TILE_ROWS, paired=8 * gated), tensor_map(device, x, tokens), *lists, out, experts, outputs,
-        inputs, shared=stages * stage + 1024, dependent=True,
+        lambda n: min(most, min(experts, n * chosen) * tiles), groups * 128 + 32, weights, of_x, *lists, out,
+        *_scales(x, weight), chosen, experts, outputs, inputs, shared=stages * stage + 1024, dependent=True,
     )  # fmt: skip
 
 

@@ -15,18 +15,6 @@ typedef act_t out_t;
 
 #if NUMBER
 typedef unsigned char number_t;
-// Number less zero point, of input i of a row of numbers.
-__device__ __forceinline__ float number_of(const number_t* row, int i, int zero) {
-#if NUMBER == INT4
-    return float(int(row[i >> 1] >> (i & 1) * 4 & 15) - zero);
-#elif NUMBER == INT8
-    return float((signed char)row[i]);
-#else
-    const unsigned bits = row[i] & 127;
-    if (bits == 127) return __uint_as_float(0x7fc00000u);
-    return copysignf(__uint_as_float(bits << 20) * 0x1p120f, row[i] & 128 ? -1.f : 1.f);
-#endif
-}
 #else
 typedef act_t number_t;
 #endif
@@ -51,7 +39,7 @@ extern "C" __global__ void linear_plain(const act_t* x, const number_t* w, const
         for (int i = lane; i < inputs; i += 32) {
 #if NUMBER
             const int group = GROUP ? i / (GROUP ? GROUP : 1) : 0;
-            const float weight = number_of(weights, i, ZEROS ? zeros[places + group] : 8) * scales[places + group];
+            const float weight = number_in_row(weights, i, ZEROS ? zeros[places + group] : 8) * scales[places + group];
 #else
             constexpr int group = 0;
             const float weight = to_float(weights[i]);

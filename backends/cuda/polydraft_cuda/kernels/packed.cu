@@ -6,9 +6,9 @@
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
-// Row-major numbers, `pitch` bytes a row, as pieces; a thread a word. What stands for no number among E4M3 is no place's in a product:
+// Numbers row by row as pieces: rows `pitch` bytes apart, matrices of `height` rows `step` bytes; a thread a word. What stands for no number among E4M3 is no place's in a product:
 // the scale of its output says it, or that of its block.
-extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* pieces, float* scales, int outputs, int inputs, int pitch) {
+extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* pieces, float* scales, int outputs, int inputs, int height, int step, int pitch) {
     enter();
     constexpr int WORDS = PIECE / 4;
     const int chunks = inputs / 64;
@@ -18,7 +18,7 @@ extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* piece
     if (piece / chunks * 8 >= outputs) return;
     unsigned made = 0;
     if (output < outputs) {
-        const unsigned char* row = numbers + (int64_t)output * pitch;
+        const unsigned char* row = numbers + (int64_t)(output / height) * step + (int64_t)(output % height) * pitch;
 #pragma unroll
         for (int at = 0; at < 32 / (NUMBER == INT4 ? 4 : 8); at++) {
             const int input = first + input_of(lane, word, at);
@@ -34,10 +34,11 @@ extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* piece
     pieces[place] = made;
 }
 
-// Rows of bytes that overlap in memory, one by one. A block a row.
-extern "C" __global__ void spread_bytes(const unsigned char* pool, unsigned char* numbers, int columns, int pitch) {
+// Rows of bytes that overlap in memory, one by one, of matrices that may. A block a row.
+extern "C" __global__ void spread_bytes(const unsigned char* pool, unsigned char* numbers, int columns, int height, int step, int pitch) {
     enter();
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) numbers[(int64_t)blockIdx.x * columns + i] = pool[(int64_t)blockIdx.x * pitch + i];
+    const unsigned char* from = pool + (int64_t)(blockIdx.x / height) * step + (int64_t)(blockIdx.x % height) * pitch;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) numbers[(int64_t)blockIdx.x * columns + i] = from[i];
 }
 
 // -- activations --------------------------------------------------------------------------------------

@@ -22,6 +22,32 @@ __device__ __forceinline__ int input_of(int lane, int word, int at) {
 #endif
 }
 
+// -- numbers one by one, for kernels that take any size: less their zero points ---------------------------
+__device__ __forceinline__ float number_of(unsigned bits, int zero) {
+#if NUMBER == INT4
+    return float(int(bits) - zero);
+#elif NUMBER == INT8
+    return float((signed char)bits);
+#else
+    if ((bits & 127) == 127) return __uint_as_float(0x7fc00000u);
+    return copysignf(__uint_as_float((bits & 127) << 20) * 0x1p120f, bits & 128 ? -1.f : 1.f);
+#endif
+}
+// That of input `i` of a row of numbers.
+__device__ __forceinline__ float number_in_row(const unsigned char* row, int i, int zero) {
+    return number_of(NUMBER == INT4 ? row[i >> 1] >> (i & 1) * 4 & 15 : row[i], zero);
+}
+// That of an output and an input of pieces.
+__device__ __forceinline__ float number_in_pieces(const unsigned char* pieces, int64_t output, int input, int inputs, int zero) {
+    const int within = input & 63, lane = int(output & 7) * 4 + (within >> 1 & 3);
+    const unsigned char* share = pieces + ((output >> 3) * (inputs >> 6) + (input >> 6)) * PIECE + lane * LANE;
+#if NUMBER == INT4
+    return number_of(share[(within >> 5) * 4 + (within & 1) * 2 + (within >> 4 & 1)] >> (within >> 3 & 1) * 4 & 15, zero);
+#else
+    return number_of(share[(within >> 4) * 4 + (within & 1) * 2 + (within >> 3 & 1)], zero);
+#endif
+}
+
 #if ACT != 0 && defined(REGISTERS)
 #if ACT == 1
 #define PAIR_TYPE "bf16x2"

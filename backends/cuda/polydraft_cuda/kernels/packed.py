@@ -1,11 +1,12 @@
 """Weights of few bits on the device, and rows of activations that are rounded beside them.
 
-`linear` takes what is made here: numbers in the order of operands where `linear_tile` widens them, row by row for `linear_plain`
-and where E4M3 meets E4M3, and float32 scales as core has them.
+`linear` and `expert_mlp` take what is made here: numbers in the order of operands where tiles widen them, row by row for plain
+kernels and where E4M3 meets E4M3, and float32 scales as core has them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,25 +30,32 @@ ROW_THREADS, HELD = 512, 4
 
 
 class CudaPackedWeight:
-    """A packed weight of [outputs, inputs], for kernels that compute in `dtype`. `tiled`: `linear_tile` takes it. Its numbers
-    then lie as `pieces` of 8 outputs by 64 inputs (`kernels/packed.cuh`), or, where both factors are E4M3 (`eight`), row by row,
-    and once more as pieces where a projection wants exact products, made when that is bound: heads do."""
+    """A packed weight of [outputs, inputs], or a stack of them, for kernels that compute in `dtype`. `tiled`: `linear_tile` or
+    `expert_tile` takes it. Its numbers then lie as `pieces` of 8 outputs by 64 inputs (`kernels/packed.cuh`), matrix by matrix,
+    or, where `linear` multiplies E4M3 by E4M3 (`eight`), row by row, and once more as pieces where a projection wants exact
+    products, made when that is bound: heads do."""
 
     __slots__ = ("dtype", "eight", "numbers", "packing", "pieces", "role", "scales", "shape", "tiled", "zeros")
 
     def __init__(self, device: CudaDevice, role: str, value: PackedWeight, dtype: str) -> None:
         self.role, self.packing, self.shape, self.dtype = role, value.packing, value.shape, dtype
-        outputs, inputs = value.shape
-        self.tiled = device.arch == "sm_90" and dtype != "f32" and inputs % PAIR == 0
-        self.eight = self.tiled and self.packing.number == "fp8" and self.packing.activations
+        *stack, outputs, inputs = value.shape
+        fits = inputs % 64 == 0 and outputs % 16 == 0 if stack else inputs % PAIR == 0
+        self.tiled = device.arch == "sm_90" and dtype != "f32" and fits
+        self.eight = self.tiled and not stack and self.packing.number == "fp8" and self.packing.activations
         self.pieces: CudaBuffer | None = None
         if self.tiled and not self.eight:
             self.pieces = self._empty_pieces(device)
-        self.numbers = self.pieces or device.empty(f"weight.{role}", (outputs, value.numbers.shape[1]), "u8")
+        self.numbers = self.pieces or device.empty(f"weight.{role}", (self.rows, value.numbers.shape[-1]), "u8")
         self.scales: CudaBuffer = device.empty(f"weight.{role}_scales", value.scales.shape, "f32")
         self.zeros: CudaBuffer | None = None
         if value.zeros is not None:
             self.zeros = device.empty(f"weight.{role}_zeros", value.zeros.shape, "u8")
+
+    @property
+    def rows(self) -> int:
+        """Outputs of all matrices."""
+        return math.prod(self.shape[:-1])
 
     @property
     def pointer(self) -> int:
@@ -60,52 +68,54 @@ class CudaPackedWeight:
         return self.numbers.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def _empty_pieces(self, device: CudaDevice) -> CudaBuffer:
-        outputs, inputs = self.shape
+        inputs = self.shape[-1]
         width = inputs // 2 if self.packing.number == "int4" else inputs
-        return device.empty(f"weight.{self.role}", (-(-outputs // 8) * 8, width), "u8")
+        return device.empty(f"weight.{self.role}", (-(-self.rows // 8) * 8, width), "u8")
 
     def fill(self, device: CudaDevice, value: PackedWeight) -> None:
         """Copy a value to the device, laid out; waits."""
         device.load(self.scales, np.ascontiguousarray(value.scales))
         if self.zeros is not None and value.zeros is not None:
             device.load(self.zeros, np.ascontiguousarray(value.zeros))
-        span, pitch = _memory(value.numbers)
+        span, *steps = _memory(value.numbers)
         if self.numbers is self.pieces:
             pool = device.empty("weight.pool", span.shape, "u8")
             device.write(pool.pointer, span)
-            self._lay_out(device, pool, pitch)
+            self._lay_out(device, pool, *steps)
             return
-        if pitch == value.numbers.shape[1]:
+        if span.size == self.numbers.nbytes:
             device.write(self.pointer, span)
         else:
-            self._spread(device, span, pitch)
+            self._spread(device, span, *steps)
         if self.pieces is not None:
-            self._lay_out(device, self.numbers, self.shape[1])
+            self._lay_out(device, self.numbers, 0, self.shape[1])
 
-    def _spread(self, device: CudaDevice, span: Array, pitch: int) -> None:
+    def _spread(self, device: CudaDevice, span: Array, step: int, pitch: int) -> None:
         """Write out rows that overlap in memory, on the device; waits."""
         pool = device.empty("weight.pool", span.shape, "u8")
         device.write(pool.pointer, span)
         rows, columns = self.numbers.shape
         told = {"EIGHT": 0, "VECTOR": 0, **defines(self.packing), **act(self.dtype)}
         function = device.function(source("packed.cu"), "spread_bytes", **told)
-        function.bind(rows, THREADS, pool, self.numbers, columns, pitch)(device.stream, 1)
+        function.bind(rows, THREADS, pool, self.numbers, columns, self.shape[-2], step, pitch)(device.stream, 1)
         device.synchronize()
 
     def in_pieces(self, device: CudaDevice) -> CudaBuffer:
         """Its numbers as pieces, made now where there are none yet; waits then."""
         if self.pieces is None:
             self.pieces = self._empty_pieces(device)
-            self._lay_out(device, self.numbers, self.shape[1])
+            self._lay_out(device, self.numbers, 0, self.shape[1])
         return self.pieces
 
-    def _lay_out(self, device: CudaDevice, numbers: CudaBuffer, pitch: int) -> None:
-        """Make pieces of row-major numbers with `pitch` bytes a row; waits."""
+    def _lay_out(self, device: CudaDevice, numbers: CudaBuffer, step: int, pitch: int) -> None:
+        """Make pieces of row-major numbers, `pitch` bytes from row to row and `step` from matrix to matrix; waits."""
         assert self.pieces is not None
-        outputs, inputs = self.shape
+        height, inputs = self.shape[-2:]
         function = device.function(source("packed.cu"), "lay_out", EIGHT=0, VECTOR=0, **defines(self.packing), **act(self.dtype))
         blocks = -(-self.pieces.nbytes // (4 * THREADS))
-        function.bind(blocks, THREADS, numbers, self.pieces, self.scales, outputs, inputs, pitch)(device.stream, 1)
+        function.bind(blocks, THREADS, numbers, self.pieces, self.scales, self.rows, inputs, height, step, pitch)(
+            device.stream, 1
+        )
         device.synchronize()
 
 
@@ -124,19 +134,20 @@ def prepare(device: CudaDevice, role: str, value: PackedWeight, dtype: str, prev
     return weight
 
 
-def _memory(numbers: Array) -> tuple[Array, int]:
-    """The memory that a matrix of bytes spans, flat, and the bytes from row to row; rows that overlap (what `polydraft bench
-    --shape` gives) are not spread out."""
-    rows, columns = numbers.shape
-    pitch = numbers.strides[0]
-    if numbers.strides[1] != 1 or not 0 < pitch < columns:
-        return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8), columns
-    span = np.lib.stride_tricks.as_strided(numbers, ((rows - 1) * pitch + columns,), (1,), writeable=False)
-    return np.ascontiguousarray(span).view(np.uint8), pitch
+def _memory(numbers: Array) -> tuple[Array, int, int]:
+    """The memory that a matrix of bytes or a stack of them spans, flat, and the bytes from matrix to matrix and from row to row.
+    Rows that overlap (what `polydraft bench --shape` gives) are not spread out."""
+    *stack, rows, columns = numbers.shape
+    *steps, pitch, each = numbers.strides
+    if each != 1 or not 0 < pitch < columns or min(steps, default=0) < 0:
+        return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8), rows * columns, columns
+    last = sum((count - 1) * by for count, by in zip((*stack, rows), (*steps, pitch), strict=True))
+    span = np.lib.stride_tricks.as_strided(numbers, (last + columns,), (1,), writeable=False)
+    return np.ascontiguousarray(span).view(np.uint8), steps[0] if steps else 0, pitch
 
 
 def packing_of(a: Any) -> Packing | None:
-    """The packing of a projection's weight."""
+    """The packing of the weight of a product."""
     return a.weight.packing if isinstance(a.weight, CudaPackedWeight) else None
 
 
@@ -214,8 +225,8 @@ def place_rounded(a: Any, scratch: int) -> Rounded:
     )
 
 
-def round_rows(device: CudaDevice, a: Any, to: Rounded) -> Launch:
-    """Bind the rounding of the rows of a launch."""
+def round_rows(device: CudaDevice, a: Any, to: Rounded, each: int = 1) -> Launch:
+    """Bind the rounding of the rows of a launch, `each` for one of its own."""
     packing = packing_of(a)
     assert packing is not None
     inputs = int(a.x.shape[1])
@@ -223,7 +234,7 @@ def round_rows(device: CudaDevice, a: Any, to: Rounded) -> Launch:
     function = device.function(
         source("packed.cu"), "round_rows", EIGHT=int(is_eight(a)), VECTOR=int(vector), **defines(packing), **act(a.x.dtype)
     )
-    grid = lambda n: (n, 1, 1)  # noqa: E731
+    grid = lambda n: (n * each, 1, 1)  # noqa: E731
     return function.bind(grid, ROW_THREADS, a.x, to.x, to.scales, inputs, to.pitch, dependent=True)
 
 

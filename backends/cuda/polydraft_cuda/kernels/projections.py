@@ -104,15 +104,23 @@ def _encoded(
 
 
 def piece_map(device: CudaDevice, weight: CudaPackedWeight, rows: int, *, paired: bool = False, chunks: int = 1) -> TensorMap:
-    """Boxes of what `rows` outputs of a packed weight have of `chunks` chunks of 64 inputs: pieces of 8 outputs, those of the
-    upper and the lower half of the matrix in turn where it is `paired`; zeros beyond its end."""
-    outputs, inputs = weight.shape
+    """Boxes of what `rows` outputs of a packed weight, or of a matrix of a stack, have of `chunks` chunks of 64 inputs: pieces of
+    8 outputs, those of the upper and the lower half of the matrix in turn where it is `paired`; zeros beyond its end."""
+    *stacked, outputs, inputs = weight.shape
     piece, pieces, width = 8 * piece_bytes(weight), -(-outputs // 8), inputs // 64
     row = piece * width
-    if paired:
-        sizes: tuple[int, ...] = (piece // 8, 2, 2, pieces // 2, width)
-        strides: tuple[int, ...] = (piece // 2, pieces // 2 * row, row, piece)
-        box: tuple[int, ...] = (piece // 8, 2, 2, rows // 16, chunks)
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    if stacked:
+        halves = 2 if paired else 1
+        sizes = piece // 4, halves, pieces // halves, *stacked, width
+        strides = pieces // halves * row, row, pieces * row, piece
+        box = piece // 4, halves, rows // (8 * halves), 1, chunks
+    elif paired:
+        sizes = piece // 8, 2, 2, pieces // 2, width
+        strides = piece // 2, pieces // 2 * row, row, piece
+        box = piece // 8, 2, 2, rows // 16, chunks
     else:
         sizes, strides, box = (piece // 4, pieces, width), (row, piece), (piece // 4, rows // 8, chunks)
     return _encoded(device, weight.in_pieces(device), "UINT32", sizes, strides, box, "NONE")

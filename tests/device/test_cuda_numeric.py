@@ -743,11 +743,18 @@ def test_a_half_with_experts_is_one_chain_without_pauses():
     assert isinstance(joined, Rewritten)
     assert {one.name for one in joined.dead} == {"gate_up", "branch"}
     called = bound(device, *half)
-    shared = ["linear_rows.cu", "linear_pair.cu"]
-    assert [source for source, *_ in called(1)] == ["route.cu", *shared, *["experts_row.cu"] * 2, "experts_sum.cu"]
+    begun = ["linear_rows.cu", "route.cu"]
+    assert [source for source, *_ in called(1)] == [*begun, "linear_pair.cu", *["experts_row.cu"] * 2, "experts_sum.cu"]
     found = called(8)
-    assert [source for source, *_ in found] == ["route.cu", "experts.cu", *shared, *["experts_tile.cu"] * 2, "experts_sum.cu"]
-    assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts run"
+    assert [source for source, *_ in found] == [
+        *begun,
+        "experts.cu",
+        "linear_pair.cu",
+        *["experts_tile.cu"] * 2,
+        "experts_sum.cu",
+    ]
+    assert found[1][2]["EARLY"] == 1, "the router runs beside the shared experts"
+    assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts end"
     narrow = bound(device, *half_of(device, hidden=4096, width=1408, experts=128, chosen=8, shared=1408))
     for n in (1, 33, 65, 128):  # too few outputs for every multiprocessor to have some: two blocks share a tile
         project = next(defines for source, _, defines in narrow(n) if source == "linear_split.cu")
@@ -756,12 +763,24 @@ def test_a_half_with_experts_is_one_chain_without_pauses():
     assert shown(device, *alone) == ["routed_experts"]
     found = bound(device, *alone)(8)
     assert [source for source, *_ in found] == ["route.cu", "experts.cu", *["experts_tile.cu"] * 2, "experts_sum.cu"]
-    assert [defines["EARLY"] for _, _, defines in found[2:4]] == [0, 0]
+    assert [found[place][2]["EARLY"] for place in (0, 2, 3)] == [0, 0, 0]
     assert found[-1][2]["NORM"] == 1
     for launches, kernel in ((half, "last_routed_and_shared_experts"), (alone, "last_routed_experts")):
         end: Named = "residual_add", launches[-1][1].parts[0]
         assert shown(device, *launches[:-1], end) == [kernel]
         assert bound(device, *launches[:-1], end)(8)[-1][2]["NORM"] == 0
+
+
+def test_a_router_and_the_projection_beside_it_do_not_meet_in_their_flags():
+    device: Any = Recorder(dtype="bf16")
+    kept = projection(device, 22016, 4096), bound(device, *half_of(device))
+    flags = {
+        one.name: {getattr(flag, "pointer", 0) for flag in one.arguments if getattr(flag, "shape", None) == (1024,)}
+        for one in device.bound
+    }
+    assert kept
+    assert all(flags[kernel] for kernel in ("linear_tile", "router"))
+    assert not flags["linear_tile"] & flags["router"]
 
 
 @pytest.mark.parametrize("rows", [16, 512])

@@ -8,9 +8,9 @@
 // (numbers lie as pieces, not row by row), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` are the scales).
 #include "tensor.cuh"
 
-// -- lists: a block an expert counts the places of lower experts and lists its own, and gathers their rows of x where somebody
-// wants these in that order (`sorted` is not null) ------------------------------------------------------------------------
-constexpr int LIST_THREADS = 512, HELD = 512;  // places that a block remembers by itself
+// -- lists: a block an expert counts the places of lower experts and lists its own. Where somebody wants their rows of x in that order
+// (`sorted` is not null), several blocks do so, and each gathers some of the rows, a warp a row ---------------------------
+constexpr int LIST_THREADS = 512, HELD = 512, AT_ONCE = 8;  // places that a block remembers by itself; vectors of a lane in flight
 
 extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, const vec4* x, vec4* sorted, int n, int chosen, int pieces) {
     __shared__ int scratch[33], held[HELD];
@@ -38,11 +38,19 @@ extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, 
     if (threadIdx.x == 0 && expert == gridDim.x - 1) begins[expert + 1] = begin;
     if (sorted == nullptr) return;
     __syncthreads();
-    const int count = (begin - own) * pieces;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += LIST_THREADS) {
-        const int at = i / pieces, place = at < HELD ? held[at] : list[own + at];
-        sorted[(int64_t)own * pieces + i] = load4(x + (int64_t)(place / chosen) * pieces + i % pieces);
+    const int lane = threadIdx.x & 31, warps = LIST_THREADS / 32;
+    for (int r = blockIdx.y * warps + (threadIdx.x >> 5); r < begin - own; r += gridDim.y * warps) {
+        const int place = r < HELD ? held[r] : list[own + r];
+        const vec4* from = x + (int64_t)(place / chosen) * pieces;
+        vec4 *to = sorted + (int64_t)(own + r) * pieces, v[AT_ONCE];
+        for (int i = lane; i < pieces; i += AT_ONCE * 32) {
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                if (i + j * 32 < pieces) v[j] = load4(from + i + j * 32);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                if (i + j * 32 < pieces) to[i + j * 32] = v[j];
+        }
     }
 }
 

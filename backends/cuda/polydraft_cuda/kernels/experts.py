@@ -30,6 +30,8 @@ from polydraft_cuda.kernels.projections import TILE_ROWS, piece_bytes, piece_map
 from polydraft_cuda.kernels.provider import Kernel, source
 
 LIST_THREADS = 512
+LIST_BLOCKS: Final = 2
+"""Blocks of an expert that gather its rows."""
 SUM_THREADS = 256
 PLAIN_WARPS = 4
 MOST_EXPERTS: Final = 512
@@ -203,7 +205,8 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) ->
         function = device.function(source("experts.cu"), "list_experts", **act("f32"))
         of_rows = (x.x, gathered) if gathered else (None, None)
         return sequence(*first, function.bind(
-            experts, LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen, hidden // 8, dependent=True
+            (experts, LIST_BLOCKS if gathered else 1, 1), LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen,
+            hidden // 8, dependent=True,
         ))  # fmt: skip
 
     packed = is_packed(a.gate_up), is_packed(a.down)

@@ -57,8 +57,8 @@ SHARING: Final = 2
 """Blocks of `linear_split` that bring many rows of x for each other, where one has all inputs of its outputs."""
 PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
 """Rows of a launch of `linear_pair` at most, to the double chunks in flight."""
-_FLAGS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The flags of each device; the launches that use them keep them alive, and with them the device."""
+_FLAGS: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+"""The flags of each device, by kernel; the launches that use them keep them alive, and with them the device."""
 
 
 class TensorMap(ctypes.Structure):
@@ -136,14 +136,15 @@ def chunk_bytes(a: Any) -> int:
     return 128 if packing_of(a) is None or is_eight(a) else piece_bytes(a.weight)
 
 
-def flags(device: Any) -> Any:
-    """One word a block, zero between launches: blocks tell each other through it that their share of a tile is there."""
-    last = _FLAGS.get(device)
-    found = last() if last is not None else None
+def flags(device: Any, kernel: str = "linear") -> Any:
+    """One word a block, zero between launches: blocks of a kernel tell each other through it that their share is there. Kernels
+    that may run beside each other have their own."""
+    known = _FLAGS.setdefault(device, {})
+    found = known[kernel]() if kernel in known else None
     if found is None:
-        found = device.empty("linear.flags", (1024,), "u32")
+        found = device.empty(f"{kernel}.flags", (1024,), "u32")
         device.load(found, np.zeros(1024, np.uint32))
-        _FLAGS[device] = weakref.ref(found)
+        known[kernel] = weakref.ref(found)
     return found
 
 

@@ -2,11 +2,12 @@
 //
 // `router`: out[n, O] = x[n, I] @ w[O, I].T. A block has 8 outputs of 16 rows, its warps take 16 inputs each in turn. Weights are the
 // sum of two tf32 numbers, and 16-bit activations are tf32 numbers themselves, so that products on tensor cores are as exact as those in
-// float32. A row's sums are made alike whatever else runs. The first KEPT weights of every lane come before the launch in front has ended.
-// With CHOOSES the block that ends last of those of its rows chooses their experts.
+// float32. A row's sums are made alike whatever else runs. The first KEPT weights of every lane come before x is there. With CHOOSES the
+// block that ends last of those of its rows chooses their experts.
 //
-// Defines: ACT (1, 2), CHOOSES, FEW (there are 8 rows at most), VECTOR (I is a multiple of 4, and rows begin at vectors), KEPT (times 16 inputs a warp), and for the choice
-// UNIFORM (experts are drawn, for benchmarks). `route_experts` alone wants UNIFORM.
+// Defines: ACT (1, 2), CHOOSES, FEW (there are 8 rows at most), VECTOR (I is a multiple of 4, and rows begin at vectors), KEPT (times 16 inputs
+// a warp), EARLY (x was made two launches back: what is in front is waited for in the end, for whoever follows), and for the choice UNIFORM
+// (experts are drawn, for benchmarks). `route_experts` alone wants UNIFORM.
 #include "tensor.cuh"
 
 constexpr int ROWS = 16, OUTPUTS = 8, WARPS = 16;
@@ -157,13 +158,13 @@ __device__ __forceinline__ Four inputs_of(const act_t* row, int k, int inputs, b
     Four f{};
 #if VECTOR
     if (real && k < inputs) {
-        const vec2 v = *(const vec2*)(row + k);
+        const uint2 v = __ldcg((const uint2*)(row + k));
         f.v[0] = __float_as_uint(low(v.x)), f.v[1] = __float_as_uint(high(v.x)), f.v[2] = __float_as_uint(low(v.y)), f.v[3] = __float_as_uint(high(v.y));
     }
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (real && k + i < inputs) f.v[i] = __float_as_uint(to_float(row[k + i]));
+        if (real && k + i < inputs) f.v[i] = __float_as_uint(to_float(act_t{__ldcg((const unsigned short*)row + k + i)}));
 #endif
     return f;
 }
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
     Four kept[KEPT];
 #pragma unroll
     for (int p = 0; p < KEPT; p++) kept[p] = weights_of(weight, p * WARPS * 16 + own, inputs, o + g < outputs);
-    wait_for_previous();
+    if (!EARLY) wait_for_previous();
     const act_t* row = x + (int64_t)(first + g) * inputs;
     const bool real = first + g < n, more = !FEW && first + g + 8 < n;
     float sums[2][4] = {};  // of either half of the inputs
@@ -228,9 +229,11 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
         if (is_last) ended[blockIdx.y] = 0;
     }
     __syncthreads();
-    if (!is_last || first + warp >= n) return;
-    const Choice by{bias, row_slot, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
-    choose(by, out + (int64_t)(first + warp) * outputs, first + warp, outputs, memory + warp * (2 * outputs + groups + chosen));
+    if (is_last && first + warp < n) {
+        const Choice by{bias, row_slot, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
+        choose(by, out + (int64_t)(first + warp) * outputs, first + warp, outputs, memory + warp * (2 * outputs + groups + chosen));
+    }
 #endif
+    if (EARLY) wait_for_previous();
 }
 #endif

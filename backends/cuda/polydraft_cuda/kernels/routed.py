@@ -1,8 +1,9 @@
 """A feed-forward half with experts as few launches, in an order that leaves memory no pause: for captured steps.
 
-The router's product and the choice are one launch, and lists are made directly behind it. The shared experts' projections, whose
-weights are on their way by then, run behind that, and while they end the experts' weights are fetched. The sum of all is added to
-the stream and normed where it is made.
+The shared experts' first projection, whose weights are on their way while rows are normed, comes first, and beside it runs the
+router, whose product and choice are one launch and read little. Lists are made directly behind that, the shared experts' second
+projection comes next, and while it ends the experts' weights are fetched. The sum of all is added to the stream and normed where
+it is made.
 """
 
 from __future__ import annotations
@@ -65,30 +66,33 @@ def _scratch_bytes(device: CudaDevice, shared: Sequence[Any], limits: Limits) ->
 def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
     """From the router's projection to the stream, or its norm."""
     project, choice, shared, a, add, norm = _records(args)
-    route, last = routing.router(device, project, choice), experts.sum_and_add(device, a, add, norm, workspace)
-    sizes = experts.sizes(device, a, workspace, early=bool(shared))
-    between: list[Launch] = []
-    if shared:
-        up, activation, down = shared
-        place, room = experts.idle_at_first(a, workspace.buffer.pointer)
-        if _scratch_bytes(device, shared, limits) > room:
-            place = workspace.buffer.pointer + experts.workspace_bytes(device, a, limits)
-        scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=place))
-        if linear.is_gated(device, up):
-            between = [linear.gated(device, CompositeArgs((up, activation)), limits, scratch)]
-        else:
-            between = [linear.linear(device, up, limits, scratch), swiglu(device, activation, limits, None)]
-        between.append(linear.linear(device, down, limits, scratch))
-    begun = sequence(*between)
+    early, last = bool(shared), experts.sum_and_add(device, a, add, norm, workspace)
+    route, sizes = routing.router(device, project, choice, early=early), experts.sizes(device, a, workspace, early=early)
+    begun, rest = _shared(device, shared, a, limits, workspace) if shared else (sequence(), sequence())
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:
             one = experts.fitting(sizes, n)
+            begun(stream, n)
             route(stream, n)
             if one.lists is not None:
                 one.lists(stream, n)
-            begun(stream, n)
+            rest(stream, n)
             one.products(stream, n)
             last(stream, n)
 
     return launch
+
+
+def _shared(device: CudaDevice, shared: Sequence[Any], a: Any, limits: Limits, workspace: Any) -> tuple[Launch, Launch]:
+    """The shared experts' first launch, which like every projection lets the next one come once it has seen what was before it,
+    and the others."""
+    up, activation, down = shared
+    place, room = experts.idle_at_first(a, workspace.buffer.pointer)
+    if _scratch_bytes(device, shared, limits) > room:
+        place = workspace.buffer.pointer + experts.workspace_bytes(device, a, limits)
+    scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=place))
+    second = linear.linear(device, down, limits, scratch)
+    if linear.is_gated(device, up):
+        return linear.gated(device, CompositeArgs((up, activation)), limits, scratch), second
+    return linear.linear(device, up, limits, scratch), sequence(swiglu(device, activation, limits, None), second)

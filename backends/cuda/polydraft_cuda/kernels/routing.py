@@ -34,17 +34,24 @@ def is_router(a: Any) -> bool:
     return bool(a.weight.dtype == "f32" and a.x.dtype != "f32")
 
 
-def router(device: CudaDevice, a: Any, choice: Any = None) -> Launch:
+def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = False) -> Launch:
     """A projection whose weights stay float32 beside 16-bit activations; with `choice`, what `route_experts` makes of its logits
-    as well."""
+    as well. `early`: x was made two launches back, and the launch in front, which has waited for that, is run beside."""
     outputs, inputs = a.weight.shape
     chooses: tuple[Any, ...] = (None,) * 5 + (0,) * 5 + (0.0,) * 2
     if choice is not None:
-        chooses = choice.bias, choice.row_slot, choice.expert_ids, choice.expert_weights, flags(device), *_parameters(choice)
+        chooses = (
+            choice.bias,
+            choice.row_slot,
+            choice.expert_ids,
+            choice.expert_weights,
+            flags(device, "router"),
+            *_parameters(choice),
+        )
 
     def of(few: int) -> Launch:
         function = device.function(
-            source("route.cu"), "router", KEPT=min(-(-inputs // (16 * ROUTER_WARPS)), MOST_KEPT), FEW=few,
+            source("route.cu"), "router", KEPT=min(-(-inputs // (16 * ROUTER_WARPS)), MOST_KEPT), FEW=few, EARLY=int(early),
             CHOOSES=int(choice is not None), UNIFORM=int(choice is not None and device.uniform_routing),
             VECTOR=int(inputs % 4 == 0 and a.x.pointer % 8 == 0 and a.weight.pointer % 16 == 0), **act(a.x.dtype),
         )  # fmt: skip

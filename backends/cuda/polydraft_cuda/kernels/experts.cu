@@ -13,33 +13,43 @@
 constexpr int LIST_THREADS = 512, HELD = 512, AT_ONCE = 8;  // places that a block remembers by itself; vectors of a lane in flight
 
 extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, const vec4* x, vec4* sorted, int n, int chosen, int pieces) {
-    __shared__ int scratch[33], held[HELD];
+    constexpr int WARPS = LIST_THREADS / 32;
+    __shared__ int lower[WARPS], mine[WARPS], held[HELD];
     begin_dependent();
-    const int expert = blockIdx.x, places = n * chosen;
-    int before = 0;
-    for (int p = threadIdx.x; p < places; p += LIST_THREADS) {
-        const int id = ids[p];
+    const int expert = blockIdx.x, places = n * chosen, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int each = (places + LIST_THREADS - 1) / LIST_THREADS * 32, first = warp * each, last = min(first + each, places);  // places of a warp
+    int before = 0, count = 0;
+#pragma unroll 4
+    for (int p = first + lane; p - lane < last; p += 32) {
+        const int id = p < last ? ids[p] : -1;
         before += id >= 0 && id < expert;
+        count += __popc(__ballot_sync(FULL, id == expert));
     }
-    int begin = block_sum(before, scratch);
-    const int own = begin;
-    if (threadIdx.x == 0) begins[expert] = begin;
-    for (int first = 0; first < places; first += LIST_THREADS) {
-        const int p = first + threadIdx.x;
-        const int mine = p < places && ids[p] == expert;
-        int total;
-        const int place = begin + block_scan(mine, scratch, total) - 1;
-        if (mine) {
+    before = warp_sum(before);
+    if (lane == 0) lower[warp] = before, mine[warp] = count;
+    __syncthreads();
+    int own = 0, begin = 0, end = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) own += lower[w], begin += w < warp ? mine[w] : 0, end += mine[w];
+    begin += own, end += own;
+    if (threadIdx.x == 0) {
+        begins[expert] = own;
+        if (expert == gridDim.x - 1) begins[expert + 1] = end;
+    }
+#pragma unroll 4
+    for (int p = first + lane; p - lane < last; p += 32) {
+        const bool is_mine = p < last && ids[p] == expert;
+        const unsigned all = __ballot_sync(FULL, is_mine);
+        if (is_mine) {
+            const int place = begin + __popc(all & ((1u << lane) - 1));
             list[place] = p;
             if (place - own < HELD) held[place - own] = p;
         }
-        begin += total;
+        begin += __popc(all);
     }
-    if (threadIdx.x == 0 && expert == gridDim.x - 1) begins[expert + 1] = begin;
     if (sorted == nullptr) return;
     __syncthreads();
-    const int lane = threadIdx.x & 31, warps = LIST_THREADS / 32;
-    for (int r = blockIdx.y * warps + (threadIdx.x >> 5); r < begin - own; r += gridDim.y * warps) {
+    for (int r = blockIdx.y * WARPS + warp; r < end - own; r += gridDim.y * WARPS) {
         const int place = r < HELD ? held[r] : list[own + r];
         const vec4* from = x + (int64_t)(place / chosen) * pieces;
         vec4 *to = sorted + (int64_t)(own + r) * pieces, v[AT_ONCE];

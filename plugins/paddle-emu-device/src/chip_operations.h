@@ -27,16 +27,7 @@ struct operation_fused_rms_norm_ext {
   static constexpr const char* name = "fused_rms_norm_ext";
   static void compute(const CPUContext&, const DenseTensor& x, const DenseTensor& scale, float epsilon, DenseTensor* y,
                       DenseTensor* inverse) {
-    const int64_t width = scale.numel(), rows = width == 0 ? 0 : x.numel() / width;
-    const auto *from = x.data<float>(), *gain = scale.data<float>();
-    auto* to = y->data<float>();
-    for (int64_t r = 0; r < rows; ++r, from += width, to += width) {
-      double sum = 0.0;
-      for (int64_t i = 0; i < width; ++i) sum += static_cast<double>(from[i]) * from[i];
-      const auto factor = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(width) + epsilon));
-      for (int64_t i = 0; i < width; ++i) to[i] = from[i] * factor * gain[i];
-      if (inverse != nullptr) inverse->data<float>()[r] = factor;
-    }
+    norm_rows(x.data<float>(), x.numel(), scale, epsilon, y->data<float>(), inverse == nullptr ? nullptr : inverse->data<float>());
   }
 };
 

@@ -90,22 +90,38 @@ struct Computed<operation_softmax, float> {
 };
 
 // -- the norm of a sum -------------------------------------------------------------------------------------------------------------
+// y = x * rsqrt(mean(x * x) + epsilon) * gain over rows as long as `gain`; `inverse`, one number a row, may be null.
+inline void norm_rows(const float* from, int64_t count, const DenseTensor& gain, float epsilon, float* to, float* inverse) {
+  const int64_t width = gain.numel(), rows = width == 0 ? 0 : count / width;
+  const auto* by = gain.data<float>();
+  for (int64_t r = 0; r < rows; ++r, from += width, to += width) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < width; ++i) sum += static_cast<double>(from[i]) * from[i];
+    const auto factor = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(width) + epsilon));
+    for (int64_t i = 0; i < width; ++i) to[i] = from[i] * factor * by[i];
+    if (inverse != nullptr) inverse[r] = factor;
+  }
+}
+
 #if PADDLE_DEVICE_GRAPHS
-// Added first, then read as one tensor: the CPU's kernel reads both addends a second time.
+// As it is written, over the last axis: the CPU's kernel reads both addends a second time, and is made of AVX-512, which it does not ask
+// for. What this backend does not want of it, a bias or rounding, is left to that kernel.
 template <>
 struct Computed<operation_fused_rms_norm_quant, float> {
   using MaybeTensor = paddle::optional<DenseTensor>;
-  template <typename Function, typename... A>
+  template <typename Function>
   static void run(Function on_cpu, const DenseTensor& x, const MaybeTensor& bias, const MaybeTensor& residual, const DenseTensor& weight,
                   const MaybeTensor& norm_bias, float epsilon, int axis, float scale, int round, float most, float least,
                   DenseTensor* out, DenseTensor* sum, DenseTensor* inverse) {
-    const bool apart = residual && !bias && sum != nullptr;
-    if (apart) {
-      const auto *one = x.data<float>(), *other = residual->data<float>();
-      std::transform(one, one + x.numel(), other, sum->data<float>(), [](float a, float b) { return a + b; });
+    if (bias || norm_bias || scale > 0.0f || (residual && sum == nullptr)) {
+      return on_cpu(cpu(), x, bias, residual, weight, norm_bias, epsilon, axis, scale, round, most, least, out, sum, inverse);
     }
-    on_cpu(cpu(), apart ? *sum : x, bias, apart ? MaybeTensor() : residual, weight, norm_bias, epsilon, axis, scale, round, most, least,
-           out, sum, inverse);
+    const auto* from = x.data<float>();
+    if (residual) {
+      std::transform(from, from + x.numel(), residual->data<float>(), sum->data<float>(), [](float a, float b) { return a + b; });
+      from = sum->data<float>();
+    }
+    norm_rows(from, x.numel(), weight, epsilon, out->data<float>(), inverse == nullptr ? nullptr : inverse->data<float>());
   }
 };
 #endif

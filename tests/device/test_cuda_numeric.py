@@ -289,34 +289,44 @@ def test_small_matrices_and_other_architectures(library: bool):
 
 def test_row_invariant_projections_have_one_order_of_sums():
     device: Any = Recorder(dtype="bf16", row_invariant=True)
-    halves, whole, shared, packed = (
+    usual, wide, odd, head = (
         projection(device, outputs, inputs, rows=600)[1]
-        for outputs, inputs in ((4096, 4096), (22016, 4096), (4096, 4096 + 64), (151680, 4096))
+        for outputs, inputs in ((4096, 4096), (22016, 4096), (4100, 4096), (151680, 4096))
     )
     rows = {1: 8, 8: 8, 9: 32, 32: 32, 33: 64, 65: 128, 128: 128, 129: 128, 256: 128, 257: 128, 600: 128}
-    assert [chosen(device, halves, n) for n in rows] == [[f"linear_split.cu {t}"] for t in rows.values()]
-    assert {one.defines["ORDER"] for one in device.bound if one.name == "linear_split"} == {1, 2}
-    assert [chosen(device, whole, n) for n in (1, 9, 128)] == [[f"linear_rows.cu {t}"] for t in (8, 16, 128)]
-    assert [chosen(device, whole, n) for n in (129, 600)] == [["linear_split.cu 256"]] * 2, "in blocks of so many rows"
-    for tiles in (shared, packed):
+    assert [chosen(device, usual, n) for n in rows] == [[f"linear_split.cu {t}"] for t in rows.values()]
+    assert [chosen(device, wide, n) for n in (1, 9, 128)] == [[f"linear_rows.cu {t}"] for t in (8, 16, 128)]
+    assert [chosen(device, wide, n) for n in (129, 600)] == [["linear_split.cu 256"]] * 2, "in blocks of so many rows"
+    for tiles in (odd, head):
         assert [chosen(device, tiles, n) for n in (1, 65, 256)] == [[f"linear_tile.cu {t}"] for t in (16, 128, 256)]
         assert chosen(device, tiles, 600) == ["linear_tile.cu 256"] * 3
+    assert {one.defines["ORDER"] for one in device.bound} == {1}
+
+
+@pytest.mark.parametrize("inputs", [64, 192, 2816, 4096])
+def test_a_share_of_the_outputs_is_summed_as_all_of_them_are(inputs: int):
+    """Whichever kernel takes it: one block all inputs of an output, in their order. Blocks of a tile have it as a whole."""
+    for outputs in (8, 40, 100, 101, 1024, 5504, 11008, 22016, 37888, 75840, 151680):
+        device: Any = Recorder(dtype="bf16", row_invariant=True)
+        projection(device, outputs, inputs, rows=600)
+        assert {(one.defines["ORDER"], one.defines.get("SPLIT", 1)) for one in device.bound} == {(1, 1)}
+        for one in device.bound:
+            assert one.shared + 16 * one.defines["STAGES"] <= device.shared_bytes
+            if one.name == "linear_tile":
+                assert one.grid <= 132
+                assert one.grid <= -(-outputs // (128 * one.defines["CLUSTER"])) * one.defines["CLUSTER"]
+            elif one.name == "linear_rows":
+                assert one.defines["OUTPUTS"] > 64, "else two warp groups take turns"
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 11008), (1024, 2816), (5632, 1024), (256, 256)])
-def test_halves_of_inputs_are_the_same_in_every_size(shape: tuple[int, int]):
-    """A sum is that of the first half of the inputs and that of the second, whoever takes them."""
+def test_rows_in_any_number_have_a_block_each_so_many(shape: tuple[int, int]):
     device: Any = Recorder(dtype="bf16", row_invariant=True)
     _, launch = projection(device, *shape, rows=600)
-    noted = [one for one in device.bound if one.name == "linear_split"]
-    assert {one.defines["SPLIT"] for one in noted} == ({1, 2} if shape[1] >= linear.FEW_INPUTS else {1})
-    for one in noted:
-        units, rest = divmod(shape[1] // 64, one.defines["CHUNKS"])
-        assert (rest, units % 2, one.defines["ORDER"]) == (0, 0, 2)
-        assert one.shared + 16 * one.defines["STAGES"] <= device.shared_bytes
+    for one in device.bound:
         sharing = one.defines["SHARED"]
         tiles = -(-shape[0] // (one.defines["WIDTH"] * sharing)) * sharing
-        assert one.grid(600) == (tiles * one.defines["SPLIT"], -(-600 // one.defines["TOKENS"]), 1)
+        assert one.grid(600) == (tiles, -(-600 // one.defines["TOKENS"]), 1)
     assert chosen(device, launch, 600) == ["linear_split.cu 128"]
 
 

@@ -34,6 +34,7 @@ CAPABILITIES = Capabilities(
     ranks="processes",
     rank_dtypes=("bf16", "f16", "f32"),
     rank_devices=True,
+    ordered_sums=True,
 )
 EVIDENCE = MappingProxyType({"sm_90": "silicon"})
 """Architectures that the kernels ran on; those of `compiler.ARCHITECTURES` beside them are compiled only."""

@@ -23,6 +23,7 @@ MODULES: Final = (
     "mlp",
     "routing",
     "experts",
+    "leaves",
     "process",
     "sampling",
     "verify",

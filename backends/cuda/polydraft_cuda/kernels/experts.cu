@@ -65,15 +65,18 @@ extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, 
 }
 
 // -- the last sum: terms of a row in the order of its choices, then the shared experts ----------------------------------
+// A row has `width` sums. Of the first `hidden` of them, of the next and so on only experts of one run of `of_leaf` have terms, which is 0
+// where the terms of every expert are as wide as the row.
 constexpr int BATCH = 8;  // terms that are read at once
 
 extern "C" __global__ void sum_experts(const float* terms, const int* ids, const float* weights, const act_t* shared, const float* gate,
-                                       act_t* out, int chosen, int hidden) {
+                                       act_t* out, int chosen, int hidden, int width, int of_leaf) {
     begin_dependent();
     const int64_t r = blockIdx.y;
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= hidden) return;
-    const float s = shared ? to_float(shared[r * hidden + i]) : 0.f;
+    if (i >= width) return;
+    const int leaf = i / hidden, at = i - leaf * hidden;
+    const float s = shared ? to_float(shared[r * width + i]) : 0.f;
     float sum = 0.f;
     for (int first = 0; first < chosen; first += BATCH) {
         float term[BATCH], by[BATCH];
@@ -81,18 +84,21 @@ extern "C" __global__ void sum_experts(const float* terms, const int* ids, const
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {  // what stands in the place of no expert is read and left
             const int64_t place = r * chosen + min(first + j, chosen - 1);
-            real[j] = first + j < chosen && ids[place] >= 0, by[j] = weights[place], term[j] = terms[place * hidden + i];
+            const int expert = ids[place];
+            real[j] = first + j < chosen && expert >= 0 && (!of_leaf || expert / of_leaf == leaf);
+            by[j] = weights[place], term[j] = terms[place * hidden + at];
         }
 #pragma unroll
         for (int j = 0; j < BATCH; j++)
             if (real[j]) sum = fmaf(by[j], term[j], sum);
     }
     if (shared) sum += gate ? s / (1.f + expf(-gate[r])) : s;
-    out[r * hidden + i] = from_float<act_t>(sum);
+    out[r * width + i] = from_float<act_t>(sum);
 }
 
 // -- any size: a warp one output of one place ---------------------------------------------------------------------------
-// GATED: h[place, I] = silu(gate) * up of x's row; else terms[place, H] of h's row. A packed output has one scale.
+// GATED: h[place, I] = silu(gate) * up of x's row; else terms[place, H] of h's row. Leaves (gridDim.z, else 1) are as many products: an
+// expert has a matrix for each, h their inputs and terms their outputs side by side. A packed output has one scale.
 #ifdef GATED
 #if NUMBER
 #include "packed.cuh"
@@ -109,10 +115,10 @@ extern "C" __global__ void expert_plain(const act_t* x, const number_t* w, const
                                         const float* row_scales, int chosen, int outputs, int inputs) {
     begin_dependent();
     const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-    const int64_t place = blockIdx.y, expert = ids[place];
+    const int64_t place = blockIdx.y, expert = ids[place], leaf = blockIdx.z, leaves = gridDim.z;
     if (o >= outputs || expert < 0) return;
-    const int64_t from = GATED ? place / chosen : place, first = expert * outputs * (GATED ? 2 : 1) + o;
-    const act_t* row = x + from * inputs;
+    const int64_t from = GATED ? place / chosen : place, first = (expert * leaves + leaf) * outputs * (GATED ? 2 : 1) + o;
+    const act_t* row = x + (from * leaves + leaf) * inputs;
     auto weight = [&](int64_t output, int i) {
 #if NUMBER
         const int zero = ZEROS ? zeros[output] : 8;
@@ -134,6 +140,6 @@ extern "C" __global__ void expert_plain(const act_t* x, const number_t* w, const
     a *= scales[first] * by;
     if (GATED) b *= scales[first + outputs] * by;
 #endif
-    if (lane == 0) out[place * outputs + o] = from_float<to_t>(GATED ? a / (1.f + expf(-a)) * b : a);
+    if (lane == 0) out[(place * leaves + leaf) * outputs + o] = from_float<to_t>(GATED ? a / (1.f + expf(-a)) * b : a);
 }
 #endif

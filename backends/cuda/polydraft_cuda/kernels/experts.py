@@ -89,15 +89,20 @@ class _Part(NamedTuple):
 
 def _parts(a: Any, pointer: int = 0) -> tuple[_Part, ...]:
     """The parts of the workspace, one behind the other: begins, list, h, terms, and rows of x in the order of the list."""
-    (experts, _, hidden), half, places = a.gate_up.shape, a.down.shape[2], a.expert_ids.shape[0] * a.expert_ids.shape[1]
+    (experts, both, hidden), places = a.gate_up.shape, a.expert_ids.shape[0] * a.expert_ids.shape[1]
     found = []
     for shape, dtype in (
-        ((experts + 1,), "i32"), ((places,), "i32"), ((places, half), a.x.dtype), ((places, hidden), "f32"),
+        ((experts + 1,), "i32"), ((places,), "i32"), ((places, both // 2), a.x.dtype), ((places, _matrices(a) * hidden), "f32"),
         ((places, hidden), a.x.dtype),
     ):  # fmt: skip
         found.append(_Part(shape, dtype, pointer))
         pointer += found[-1].nbytes
     return tuple(found)
+
+
+def _matrices(a: Any) -> int:
+    """Leaves as which the down projection of each expert is given, side by side in its terms; else 1."""
+    return int(a.down.shape[0]) // int(a.gate_up.shape[0])
 
 
 class _Factors(NamedTuple):
@@ -142,20 +147,31 @@ def is_packed(weight: Any) -> bool:
 
 def is_streamed(a: Any) -> bool:
     """Whether other kernels than plain ones take these experts."""
-    _, both, hidden = a.gate_up.shape
-    even = a.x.dtype != "f32" and hidden % 64 == 0 and (both // 2) % 64 == 0
+    even = a.x.dtype != "f32" and a.gate_up.shape[2] % 64 == 0 and a.down.shape[2] % 64 == 0
     return bool(even and all(weight.tiled for weight in (a.gate_up, a.down) if is_packed(weight)))
 
 
 def expert_mlp(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """Lists, gate and up, down, sum. Raises `ContractError` for more experts than a block can list."""
     del limits
-    hidden, chosen, terms = int(a.x.shape[1]), int(a.expert_ids.shape[1]), _parts(a, workspace.buffer.pointer)[3]
-    last = device.function(source("experts.cu"), "sum_experts", **act(a.x.dtype)).bind(
-        lambda n: (-(-hidden // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
-        a.out, chosen, hidden, dependent=True,
+    return _summed(device, a, workspace, sizes(device, a, workspace))
+
+
+def expert_leaves(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
+    """The same with the sums of all leaves side by side: each of its own terms of every expert, or of all terms of its own
+    experts. Which products there are depends on the sizes of one leaf alone. Raises as `expert_mlp`."""
+    del limits
+    of_leaf = int(a.gate_up.shape[0]) // int(a.leaves) if a.split == "experts" else 0
+    return _summed(device, a, workspace, sizes(device, a, workspace, invariant=True), of_leaf)
+
+
+def _summed(device: CudaDevice, a: Any, workspace: Any, found: list[Sized], of_leaf: int = 0) -> Launch:
+    """Products, and the sum of their terms: where there is `of_leaf`, of so many experts after the other."""
+    terms, width = _parts(a, workspace.buffer.pointer)[3], int(a.out.shape[1])
+    last = device.function(source("experts.cu"), "sum_experts", **act(a.out.dtype)).bind(
+        lambda n: (-(-width // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
+        a.out, int(a.expert_ids.shape[1]), terms.shape[1], width, of_leaf, dependent=True,
     )  # fmt: skip
-    found = sizes(device, a, workspace)
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:
@@ -189,12 +205,13 @@ def fitting(found: Sequence[Sized], n: int) -> Sized:
     return next((one for one in found if n <= one.most), found[-1])
 
 
-def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) -> list[Sized]:
+def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False, invariant: bool = False) -> list[Sized]:
     """The products for every number of rows, with what they need. `early`: one launch or more stands between what makes lists and
-    the products, which then fetch weights while it ends. Raises `ContractError` for more experts than a block can list."""
+    the products, which then fetch weights while it ends. `invariant`: a term does not depend on the number of rows, whatever the
+    device promises. Raises `ContractError` for more experts than a block can list."""
     (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
     if experts > MOST_EXPERTS:
-        raise ContractError(f"expert_mlp of the cuda backend takes {MOST_EXPERTS} experts at most, got {experts}")
+        raise ContractError(f"experts of the cuda backend are {MOST_EXPERTS} at most, got {experts}")
     begins, entries, h, terms, rows = parts = _parts(a, workspace.buffer.pointer)
     x, between = _place_rounded(a, parts)
     of_x, of_h = _products(a, h)
@@ -209,16 +226,17 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False) ->
             hidden // 8, dependent=True,
         ))  # fmt: skip
 
-    packed = is_packed(a.gate_up), is_packed(a.down)
-    tiled = device.arch == "sm_90" and (not device.row_invariant or all(packed))
+    packed, leaves, invariant = (is_packed(a.gate_up), is_packed(a.down)), _matrices(a), invariant or device.row_invariant
+    tiled = device.arch == "sm_90" and (not invariant or all(packed))
     if not is_streamed(a) or (any(packed) and not tiled):
         up = _plain(device, a, x, a.gate_up, h, both // 2, gated=1)
-        return [Sized(1 << 30, None, sequence(*first, up, *middle, _plain(device, a, between, a.down, terms, hidden)))]
+        down = _plain(device, a, between, a.down, terms, hidden, leaves=leaves)
+        return [Sized(1 << 30, None, sequence(*first, up, *middle, down))]
     if not tiled:
         found = []
-        for size in INVARIANT if device.row_invariant else SIZES:
+        for size in INVARIANT if invariant else SIZES:
             up = _stream(device, a, size, a.x, a.gate_up, (begins, entries), h, both // 2, gated=1)
-            down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden)
+            down = _stream(device, a, size, h, a.down, (begins, entries), terms, hidden, leaves=leaves)
             found.append(Sized(_fitting(size.tokens, experts, chosen), lists(None), sequence(up, down)))
         return found
 
@@ -243,14 +261,16 @@ def _fitting(tokens: int, experts: int, chosen: int) -> int:
     return max(tokens, tokens * experts // (2 * chosen))
 
 
-def _plain(device: CudaDevice, a: Any, x: Rounded, weight: Any, out: Any, outputs: int, *, gated: int = 0) -> Launch:
+def _plain(
+    device: CudaDevice, a: Any, x: Rounded, weight: Any, out: Any, outputs: int, *, gated: int = 0, leaves: int = 1
+) -> Launch:
     chosen = int(a.expert_ids.shape[1])
     function = device.function(
         source("experts.cu"), "expert_plain", GATED=gated, PIECES=int(is_packed(weight) and weight.tiled),
         **_told(x, weight), **act(a.x.dtype),
     )  # fmt: skip
     return function.bind(
-        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, 1), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
+        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, leaves), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
         *_scales(x, weight), chosen, outputs, int(weight.shape[2]), dependent=True,
     )  # fmt: skip
 
@@ -267,17 +287,18 @@ def _scales(x: Rounded, weight: Any) -> tuple[Any, Any, Any]:
 
 
 def _stream(
-    device: CudaDevice, a: Any, size: Size, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0
-) -> Launch:
-    experts, _, inputs = weight.shape
+    device: CudaDevice, a: Any, size: Size, x: Any, weight: Any, lists: Any, out: Any, outputs: int, *, gated: int = 0,
+    leaves: int = 1,
+) -> Launch:  # fmt: skip
+    experts, inputs = int(weight.shape[0]) // leaves, int(weight.shape[2])
     chosen, step = int(a.expert_ids.shape[1]), 8 * size.tiles * (1 if gated else 2)
     tiles = -(-outputs // step)
     defines = {"TOKENS": size.tokens, "TILES": size.tiles, "WARPS": size.warps, "DEPTH": size.depth, "MIN_BLOCKS": MIN_BLOCKS}
     function = device.function(source("experts_stream.cu"), "expert_stream", GATED=gated, **defines, **act(a.x.dtype))
-    most = int(device.num_sms) * MIN_BLOCKS
+    most = -(-int(device.num_sms) * MIN_BLOCKS // leaves)
     return function.bind(
-        lambda n: min(most, min(experts, n * chosen) * tiles), size.warps * 32, x, weight, *lists, out, chosen, experts, outputs,
-        inputs, shared=size.warps * size.depth * size.tiles * CHUNK_BYTES, dependent=True,
+        lambda n: (min(most, min(experts, n * chosen) * tiles), leaves, 1), size.warps * 32, x, weight, *lists, out, chosen,
+        experts, outputs, inputs, shared=size.warps * size.depth * size.tiles * CHUNK_BYTES, dependent=True,
     )  # fmt: skip
 
 
@@ -338,4 +359,5 @@ def _tile(
 
 KERNELS: dict[str, Kernel] = {
     "expert_mlp": Kernel(expert_mlp, workspace_bytes),
+    "expert_leaves": Kernel(expert_leaves, workspace_bytes),
 }

@@ -4,7 +4,7 @@
 //
 // GATED: h[entry, I] = silu(gate) * up, half of a tile being gate and half up rows; else terms[place, H], a tile being rows of
 // `down`. An entry is a place of `list` (see experts.cu). A tile of an expert with more rows than TOKENS is taken as often as it
-// needs. Sums of one entry are made by the same warps over the same inputs in every launch.
+// needs. Sums of one entry are made by the same warps over the same inputs in every launch. Leaves (gridDim.y, else 1) as in experts.cu.
 //
 // Defines: ACT (1, 2), TOKENS (8, 16, 32), TILES (rows of a tile by 16), DEPTH, WARPS, MIN_BLOCKS, GATED. Sizes: inputs a multiple of 64, outputs of 8 * TILES.
 #include "tensor.cuh"
@@ -30,6 +30,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
     __shared__ int first_item[MOST_EXPERTS + 1], begin_of[MOST_EXPERTS + 1], scratch[33];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = inputs >> 6, mine = (chunks - warp + WARPS - 1) / WARPS, tiles = (outputs + STEP - 1) / STEP;
+    const int leaf = blockIdx.y, leaves = gridDim.y;
     begin_dependent();
 
     // Items in the order of experts, tiles, entries: those of one tile follow one another, so that it is read from memory once.
@@ -55,7 +56,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
     const unsigned mine_at = shared_address(ring) + warp * DEPTH * CHUNK;
     auto piece = [&](int slot, int row, int number) { return mine_at + slot * CHUNK + row * 128 + (number ^ ((row & 1) << 2)) * 16; };
     auto fetch = [&](int slot, const Item& item, int chunk) {
-        const act_t* base = w + (int64_t)item.expert * outputs * (GATED ? 2 : 1) * inputs + chunk * 64 + (lane & 7) * 8;
+        const act_t* base = w + ((int64_t)item.expert * leaves + leaf) * outputs * (GATED ? 2 : 1) * inputs + chunk * 64 + (lane & 7) * 8;
 #pragma unroll
         for (int k = 0; k < ROWS / 4; k++) {
             const int r = k * 4 + (lane >> 3);
@@ -76,7 +77,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
         for (int p = 0; p < PARTS; p++) {
             to.part[p][0] = to.part[p][1] = vec4{0, 0, 0, 0};
             if (source[p] >= 0) {
-                const act_t* from = x + (int64_t)source[p] * inputs + chunk * 64 + t * 8;
+                const act_t* from = x + ((int64_t)source[p] * leaves + leaf) * inputs + chunk * 64 + t * 8;
                 to.part[p][0] = load4(from), to.part[p][1] = load4(from + 32);
             }
         }
@@ -161,7 +162,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
                 }
                 const int64_t entry = ended.begin + token;
                 if (GATED) ((act_t*)out)[entry * outputs + o] = from_float<act_t>(a / (1.f + __expf(-a)) * b);
-                else ((float*)out)[(int64_t)list[entry] * outputs + o] = a;
+                else ((float*)out)[((int64_t)list[entry] * leaves + leaf) * outputs + o] = a;
             }
             if (TURNS == 1) __syncthreads();
             turn++;

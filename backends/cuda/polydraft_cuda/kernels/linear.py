@@ -4,7 +4,8 @@ With few rows the speed is that of reading the weights from memory. On sm_90 the
 `linear_rows` where outputs divide evenly among the multiprocessors, by `linear_pair` where outputs are few, by `linear_split`
 where rows are more, and by `linear_tile` otherwise. `linear_stream` takes small matrices and other architectures. Many rows go to
 cuBLASLt. What none of them accepts (float32, odd sizes) goes to `linear_plain`. In row-invariant mode every number of rows takes
-the same sums. Packed weights are multiplied by `linear_tile` as they are, whatever the number of rows, or by `linear_plain`.
+the same sums, those in the order of the inputs, and so does every number of outputs: a rank has the bits of its outputs. Packed
+weights are multiplied by `linear_tile` as they are, whatever the number of rows, or by `linear_plain`.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ GATED = Split(256, 0, 1, 4, 1)
 """The size of `linear_split` for gate and up where a block has many outputs; its width is a block's even share."""
 LEAST_GATED: Final = 80
 """Outputs of a block from which on that is faster for gate and up than two launches."""
-FIXED_ROWS: Final = 128
-"""Rows of a block of `linear_split` in which a large number of them is taken, where rows are invariant."""
-FEW_INPUTS: Final = 1024
-"""With fewer than these two blocks take longer to meet than one takes for them."""
-FIXED_BYTES: Final = 224 << 10
+ORDER_SIZES: tuple[tuple[int, int], ...] = ((8, 2), *SPLIT_SIZES)
+"""Sizes of `linear_split` where a block takes all inputs of its outputs in order: rows of a launch at most, and chunks of a
+stage."""
+ORDER_ROWS: Final = 128
+"""Rows of such a block in which a large number of them is taken."""
+ORDER_BYTES: Final = 224 << 10
 """Bytes of shared memory of such a block at most."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
@@ -108,43 +110,53 @@ def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in SPLIT_SIZES)
 
 
-def is_in_order(device: CudaDevice, a: Any) -> bool:
+def is_wide(device: CudaDevice, a: Any) -> bool:
     """Whether blocks of `linear_rows` have so many outputs that sums are taken in the order of the inputs."""
     return bool(rows_sizes(device, a)) and rows_of(device, a) > 64 and int(a.weight.shape[0]) % 16 == 0
 
 
-def in_order(device: CudaDevice, a: Any, gated: Any = None) -> list[tuple[int, Launch]]:
-    """Launches that take sums in the order of the inputs, and the rows that they take: `linear_rows`, then `linear_split`."""
-    found = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, gated))]
-    many = split(device, a, GATED._replace(width=rows_of(device, a, 8), order=1), gated)
-    return [*found, (GATED.rows if gated else 1 << 30, many)] if many else found
+def in_order(device: CudaDevice, a: Any, workspace: Any) -> Launch:
+    """The launch where rows are invariant: the sum of an output is taken in the order of the inputs. It is the same whichever
+    kernel takes it, so the number of rows, and that of outputs beside it, may choose."""
+    if a.weight.shape[0] % 8 or has_own_tiles(device, a):
+        return tiles(device, a, workspace, INVARIANT)
+    if is_wide(device, a):
+        return by_rows([*wide_in_order(device, a), (1 << 30, wide_split(device, a))])
+    return by_rows(split_in_order(device, a))
 
 
-def is_in_halves(device: CudaDevice, a: Any) -> bool:
-    """Whether two blocks of `linear_split` can have an even share of the outputs, and half of the inputs each."""
-    outputs, inputs = a.weight.shape
-    return is_whole(device, a) and outputs % 8 == 0 and inputs % 256 == 0 and width_of(device, a) <= 128 and a.out.dtype != "f32"
+def wide_in_order(device: CudaDevice, a: Any, gated: Any = None) -> list[tuple[int, Launch]]:
+    """Launches of `linear_rows`, and the rows that they take."""
+    return [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, gated))]
 
 
-def width_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
-    """Outputs, in `unit`s, of which half of the multiprocessors have an even share."""
-    return -(-int(a.weight.shape[0]) // (unit * (int(device.num_sms) // 2))) * unit
+def wide_split(device: CudaDevice, a: Any, gated: Any = None) -> Launch:
+    """The launch of `linear_split` that takes more rows than those."""
+    launch = split(device, a, GATED._replace(width=rows_of(device, a, 8), order=1), gated)
+    assert launch is not None, "no block waits for another"
+    return launch
 
 
-def in_halves(device: CudaDevice, a: Any) -> list[tuple[int, Launch]]:
-    """Launches of `linear_split` that add the sums of both halves of the inputs, and the rows that they take: of two blocks while
-    rows are few and inputs are not, else of one."""
+def split_in_order(device: CudaDevice, a: Any, leaves: int = 1) -> list[tuple[int, Launch]]:
+    """Launches of `linear_split`, a block all inputs of its outputs, and the rows that they take. `leaves`: so many products of
+    the matrices of a weight; a stage has inputs of one of them."""
+    outputs, inputs = a.weight.shape[-2:]
+    whole = leaves == 1 or inputs // 64 % 2 == 0
 
-    def size(n: int, width: int, chunks: int, blocks: int) -> Split:
-        given = 2 * width * max(n, 64) if blocks > 1 else 0
-        inflight = FIXED_BYTES - given - max(64 - n, 0) * 128
-        stages = min(inflight // (chunks * (width + n) * 128), MOST_STAGES)
-        return Split(n, width, chunks, stages, blocks, 2)
+    def size(n: int, width: int, chunks: int) -> Split:
+        stages = (ORDER_BYTES - max(64 - n, 0) * 128) // (chunks * (width + n) * 128)
+        return Split(n, width, chunks, min(stages, MOST_STAGES), 1, 1)
 
-    width, even, blocks = width_of(device, a), width_of(device, a, 8), 2 if a.weight.shape[1] >= FEW_INPUTS else 1
-    sizes = [(n, size(n, width, chunks, blocks)) for n, chunks in ((8, 2), *SPLIT_SIZES)]
-    sizes += [(2 * FIXED_ROWS, size(FIXED_ROWS, even, 1, 1)), (1 << 30, size(FIXED_ROWS, 128, 1, 1))]
-    return [(n, one) for n, size in sizes if (one := split(device, a, size))]
+    times = -(-leaves * outputs // (TILE_ROWS * int(device.num_sms)))
+    even = -(-leaves * outputs // (8 * times * int(device.num_sms))) * 8
+    sizes = [(n, size(n, even, chunks if whole else 1)) for n, chunks in ORDER_SIZES]
+    sizes += [(2 * ORDER_ROWS, size(ORDER_ROWS, even, 1)), (1 << 30, size(ORDER_ROWS, TILE_ROWS, 1))]
+    return [(n, one) for n, size in sizes if (one := split(device, a, size, leaves=leaves))]
+
+
+def width_of(device: CudaDevice, a: Any) -> int:
+    """Outputs, in 16s, of which half of the multiprocessors have an even share."""
+    return -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
@@ -203,7 +215,7 @@ def is_gated(device: CudaDevice, a: Any) -> bool:
     """Whether this projection and the gated activation of what it writes are faster as one launch: for few rows, where the second
     launch is what it costs."""
     big = is_tiled(device, a) and a.weight.nbytes > SMALL and a.weight.shape[0] % 16 == 0 and a.bias is None
-    return big and (not device.row_invariant or is_in_order(device, a))
+    return big and (not device.row_invariant or is_wide(device, a))
 
 
 def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
@@ -212,7 +224,7 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     out = activation.out
     apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
     if device.row_invariant:
-        return by_rows([*in_order(device, a, out), (1 << 30, apart)])
+        return by_rows([*wide_in_order(device, a, out), (GATED.rows, wide_split(device, a, out)), (1 << 30, apart)])
     steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
     if steps:
         steps += [(size.rows, one) for size in gated_splits(device, a) if (one := split(device, a, size, out))]
@@ -291,11 +303,7 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
         product = tiles(device, a, workspace, sizes, rounded=rounded) if is_tiled(device, a) else plain(device, a, rounded)
         return sequence(*before, product)
     if device.row_invariant:
-        if is_in_order(device, a):
-            return by_rows(in_order(device, a))
-        if is_in_halves(device, a):
-            return by_rows(in_halves(device, a))
-        return tiles(device, a, workspace, INVARIANT) if is_tiled(device, a) else plain(device, a)
+        return in_order(device, a, workspace) if is_tiled(device, a) else plain(device, a)
     steps: list[tuple[int, Launch]] = []  # most rows, launch
     if is_streamed(a) and (a.weight.nbytes <= SMALL or not is_tiled(device, a)):
         steps += [(tokens, stream(device, a, tokens)) for tokens in STREAM_TOKENS]

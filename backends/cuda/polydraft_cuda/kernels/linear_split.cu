@@ -4,11 +4,13 @@
 // multiple of 8 of them (of 16 with SPLIT 2). SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x
 // comes to each; each finishes half of the outputs, and is given the other's sums of them through shared memory.
 //
+// Leaves of a sum (gridDim.z, else 1) are as many products: w has the matrix of each one below the other, x the inputs and out the outputs of
+// all side by side, and the bias is the first one's.
+//
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x of a block at most: 8, 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
-// (of 64 inputs in a stage), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; rows of gate and up come one
-// by one), ORDER (0; where rows are invariant, 1: a sum is taken in the order of the inputs, 2: that of each half of them, and both are
-// added, by one block or two), SHARED (1, 2: blocks next to each other that bring half of the rows of x each for both; SPLIT 1, up to 128
-// TOKENS). O is a multiple of 8, with ORDER 2 I of 256.
+// (of 64 inputs in a stage; of several leaves a divisor of theirs), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in
+// linear_tile.cu; rows of gate and up come one by one), ORDER (1: a sum is taken in the order of the inputs), SHARED (1, 2: blocks next to
+// each other that bring half of the rows of x each for both; SPLIT 1, up to 128 TOKENS). O is a multiple of 8.
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -20,7 +22,7 @@ constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (T
 static_assert(SHARED == 1 || SPLIT == 1 && PRODUCTS == 1, "who may share rows of x");
 static_assert(SPLIT == 1 || PRODUCTS == 1 && EIGHTS % 2 == 0, "what two blocks may share");
 constexpr int X_PART = TOKENS / SHARED;
-constexpr bool FOLDS = ORDER == 2 && SPLIT == 1;
+static_assert(!ORDER || SPLIT == 1, "one block takes all inputs");
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
@@ -37,10 +39,10 @@ struct alignas(UNIT * 2) Unit { out_t e[UNIT]; };
 struct Rows {
     out_t *stage, *out;
     const act_t* bias;
-    int token, column, n, outputs;  // where they belong
+    int token, column, n, outputs, pitch;  // where they belong
     __device__ __forceinline__ void put(int eight, float a, float b, float c, float d) const {  // of rows g and g + 8
         const int lane = threadIdx.x & 31, at = eight * 8 + (lane & 3) * 2;
-        if (BIAS && column + at < outputs) {
+        if (BIAS && bias && column + at < outputs) {
             const float add[2] = {to_float(bias[column + at]), to_float(bias[column + at + 1])};
             a += add[0], b += add[1], c += add[0], d += add[1];
         }
@@ -55,7 +57,7 @@ struct Rows {
         __syncwarp();
         for (int i = threadIdx.x & 31; i < 16 * OWN / UNIT; i += 32) {
             const int row = i / (OWN / UNIT), at = i % (OWN / UNIT) * UNIT;
-            if (token + row < n && column + at < outputs) *(Unit*)(out + (int64_t)(token + row) * outputs + column + at) = *(const Unit*)(stage + row * PITCH + at);
+            if (token + row < n && column + at < outputs) *(Unit*)(out + (int64_t)(token + row) * pitch + column + at) = *(const Unit*)(stage + row * PITCH + at);
         }
         __syncwarp();
     }
@@ -93,7 +95,7 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-    const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, first_row = blockIdx.y * TOKENS;
+    const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, first_row = blockIdx.y * TOKENS, leaf = blockIdx.z;
     const int units = (inputs / 64 + CHUNKS - 1) / CHUNKS, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
     const int shift = TOKENS <= 64 && !ORDER ? tile * 5 % count : 0;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
@@ -110,13 +112,13 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, CHUNKS * (W_BYTES + bring * X_PART * 128));
             if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * (WIDTH / 2), (begin + (i + shift) % count) * CHUNKS, f);
-            else load_chunks(base + s * STAGE, &w_map, tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
+            else load_chunks(base + s * STAGE, &w_map, leaf * outputs + tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + CHUNKS * W_BYTES, f = shared_address(&full[s]);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const int column = ((begin + (i + shift) % count) * CHUNKS + c) * 64;
+                const int column = leaf * inputs + ((begin + (i + shift) % count) * CHUNKS + c) * 64;
                 if (SHARED == 1) load_box(to + c * X_BYTES, &x_map, column, first_row, f);
                 else if (part < bring) load_shared_box(to + c * X_BYTES + part * X_PART * 128, &x_map, column, first_row + part * X_PART, f, (1 << SHARED) - 1);
             }
@@ -138,18 +140,9 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         if (SHARED > 1) barrier_arrive_at(shared_address(&empty[s]), threadIdx.x & 127);
         else barrier_arrive(shared_address(&empty[s]));
     };
-    float sums[PRODUCTS][WIDTH / 2] = {}, lower[PRODUCTS][FOLDS ? WIDTH / 2 : 1] = {};
+    float sums[PRODUCTS][WIDTH / 2] = {};
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
-        if (FOLDS && i == count / 2) {
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-            for (int p = 0; p < PRODUCTS; p++) {
-                accumulators_fence(sums[p]);
-#pragma unroll
-                for (int j = 0; j < (FOLDS ? WIDTH / 2 : 0); j++) lower[p][j] = sums[p][j], sums[p][j] = 0.f;
-            }
-        }
         const int s = i % STAGES;
         barrier_wait(shared_address(&full[s]), i / STAGES & 1);
         const unsigned w = base + s * STAGE, x = w + CHUNKS * W_BYTES + group * PRODUCTS * 8192;
@@ -169,16 +162,13 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; p++) {
-        accumulators_fence(sums[p]);
-#pragma unroll
-        for (int j = 0; j < (FOLDS ? WIDTH / 2 : 0); j++) sums[p][j] += lower[p][j];
-    }
+    for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
     const int warp = threadIdx.x >> 5 & 3, token = first_row + group * PRODUCTS * 64 + warp * 16;
     out_t* stage = (out_t*)(raw + (base - shared_address(raw))) + (threadIdx.x >> 5) * 16 * PITCH;
     if (SPLIT > 1) {
         const unsigned mine = base + GIVEN + threadIdx.x * 16;
-        const Rows rows{stage, out, bias, token, tile * OWN * 2 + rank * OWN, n, GATED ? outputs / 2 : outputs};
+        const int width = GATED ? outputs / 2 : outputs;
+        const Rows rows{stage, out, bias, token, tile * OWN * 2 + rank * OWN, n, width, width};
         cluster_wait();  // the other one has begun
         if (rank) give<0>(sums[0], mine, 0);
         else give<HALF>(sums[0], mine, 1);
@@ -192,11 +182,11 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     for (int p = 0; p < PRODUCTS; p++) {
         const float* s = sums[p];
 #if GATED
-        const Rows rows{stage, out, nullptr, token + p * 64, tile * (WIDTH / 2), n, outputs / 2};
+        const Rows rows{stage, out, nullptr, token + p * 64, tile * (WIDTH / 2), n, outputs / 2, outputs / 2};
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++, s += 4) rows.put_one(j, gated(s[0], s[1]), gated(s[2], s[3]));
 #else
-        const Rows rows{stage, out, bias, token + p * 64, tile * WIDTH, n, outputs};
+        const Rows rows{stage, out + leaf * outputs, leaf ? nullptr : bias, token + p * 64, tile * WIDTH, n, outputs, outputs * (int)gridDim.z};
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++, s += 4) rows.put(j, s[0], s[1], s[2], s[3]);
 #endif

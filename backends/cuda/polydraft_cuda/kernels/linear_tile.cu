@@ -16,7 +16,10 @@
 // `best` gets the highest output of each row that a warp has, and its number: [blocks, warps, TOKENS] pairs; the lowest number of equals,
 // infinity for what is no number; only where `state`, if there is one, says that the head is to be read whole); NUMBER (0: weights in the activation type; as in
 // packed.cuh), GROUP (0, 32, 64, 128), BLOCK (outputs of a scale), ZEROS (zero points), ROUNDED (x was rounded), EIGHT (NUMBER 1, ROUNDED; x is
-// bytes). With GROUP at most 128 TOKENS. Inputs are a multiple of 64, of 128 where weights are packed.
+// bytes), ORDER (1: a block has whole tiles, so that a sum is taken in the order of the inputs). With GROUP at most 128 TOKENS. Inputs are a multiple of 64, of 128 where weights are packed.
+#ifndef ORDER
+#define ORDER 0
+#endif
 #include "tensor.cuh"
 #if EIGHT && TOKENS > 128  // products of half of the rows at a time: beside the sums of all there is no room for those of a chunk
 #define WIDTH 128
@@ -69,7 +72,10 @@ struct Share {
         total = (int64_t)((outputs + ROWS * CLUSTER - 1) / (ROWS * CLUSTER)) * chunks;
         begin = first(blockIdx.x / CLUSTER), end = first(blockIdx.x / CLUSTER + 1);
     }
-    __device__ __forceinline__ int first(int run) const { return (int)(total * run / (int)(gridDim.x / CLUSTER)); }
+    __device__ __forceinline__ int first(int run) const {
+        const int64_t each = ORDER ? chunks : 1;
+        return (int)(total / each * run / (int)(gridDim.x / CLUSTER) * each);
+    }
 };
 
 // -- scales -------------------------------------------------------------------------------------------

@@ -46,7 +46,15 @@ class Split(NamedTuple):
     stages: int
     blocks: int
     order: int = 0
-    """In which sums are taken, as the kernel has it; such a launch takes any number of rows, in blocks of so many."""
+    """1: sums are taken in the order of the inputs; such a launch takes any number of rows, in blocks of so many."""
+
+
+class Matrix(NamedTuple):
+    """A matrix that lies in memory of another shape."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pointer: int
 
 
 MOST_STAGES: Final = 16
@@ -149,10 +157,18 @@ def flags(device: Any, kernel: str = "linear") -> Any:
 
 
 def num_blocks(device: CudaDevice, a: Any, cluster: int = 1, at_once: int = 1 << 30) -> int:
-    """Blocks of `linear_tile`: as many clusters as run at once, or fewer where each would get less than four chunks."""
+    """Blocks of `linear_tile`: as many clusters as run at once, or fewer where each would get less than four chunks, or none of
+    the tiles that it has as a whole."""
     outputs, inputs = a.weight.shape
-    chunks = -(-outputs // (TILE_ROWS * cluster)) * (inputs // 64)
-    return cluster * max(1, min(int(device.num_sms) // cluster, int(chunks) // 4, at_once))
+    tiles = -(-outputs // (TILE_ROWS * cluster))
+    shares = tiles if is_whole_tiled(device, a) else tiles * (inputs // 64) // 4
+    return cluster * max(1, min(int(device.num_sms) // cluster, int(shares), at_once))
+
+
+def is_whole_tiled(device: CudaDevice, a: Any) -> bool:
+    """Whether a block of `linear_tile` has whole tiles: where rows are invariant, the sum of an output does not depend on how
+    many others there are. Packed matrices are not shared out where that is promised."""
+    return bool(device.row_invariant and packing_of(a) is None)
 
 
 def defines(a: Any) -> dict[str, int]:
@@ -173,7 +189,8 @@ def tile(
     tokens, cluster, stages = packed_size(a, size) if packing else size
     function = device.function(
         source("linear_tile.cu"), "linear_tile", arch_features="a", TOKENS=tokens, STAGES=stages, CLUSTER=cluster,
-        GATED=int(paired), BEST=0 if best is None else 1 + keeps, EIGHT=int(eight), **product_defines(a), **defines(a),
+        GATED=int(paired), BEST=0 if best is None else 1 + keeps, EIGHT=int(eight),
+        **({"ORDER": 1} if is_whole_tiled(device, a) else {}), **product_defines(a), **defines(a),
     )  # fmt: skip
     shared = stages * (TILE_ROWS * chunk_bytes(a) + tokens * 128) + 1024
     crowded = packing is not None and tokens >= (128 if packing.columns or eight else 256)  # as the kernel has it
@@ -237,11 +254,12 @@ def pair(device: CudaDevice, a: Any, tokens: int) -> Launch:
     )  # fmt: skip
 
 
-def split(device: CudaDevice, a: Any, size: Split, gated: Any = None) -> Launch | None:
-    """`linear_split` for up to `size.rows` rows; None where its blocks would not run all at once."""
-    outputs, inputs = a.weight.shape
+def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, leaves: int = 1) -> Launch | None:
+    """`linear_split` for up to `size.rows` rows; None where its blocks would not run all at once. Of several `leaves` the weight
+    has the matrix of each."""
+    outputs, inputs = a.weight.shape[-2:]
     tokens, width, chunks, stages, blocks, order = size
-    sharing = SHARING if order == 2 and blocks == 1 and tokens > 64 else 1
+    sharing = SHARING if order and blocks == 1 and 64 < tokens <= 128 else 1
     function = device.function(
         source("linear_split.cu"), "linear_split", arch_features="a", TOKENS=tokens, WIDTH=width, CHUNKS=chunks, STAGES=stages,
         SPLIT=blocks, GATED=int(gated is not None), ORDER=order, SHARED=sharing, **defines(a),
@@ -253,9 +271,10 @@ def split(device: CudaDevice, a: Any, size: Split, gated: Any = None) -> Launch 
     shared = stages * chunks * (width + tokens) * 128 + (band - tokens) * 128 + given + 1024
     if blocks > 1 and function.most_clusters(threads, shared, blocks) < tiles:
         return None
+    matrix = Matrix((leaves * outputs, inputs), a.weight.dtype, a.weight.pointer)
     return function.bind(
-        (lambda n: (tiles * blocks, -(-n // tokens), 1)) if order else tiles * blocks, threads,
-        tensor_map(device, a.weight, width, paired=int(gated is not None), chunks=chunks),
+        (lambda n: (tiles * blocks, -(-n // tokens), leaves)) if order else tiles * blocks, threads,
+        tensor_map(device, matrix, width, paired=int(gated is not None), chunks=chunks),
         tensor_map(device, a.x, tokens // sharing), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
         cluster=max(blocks, sharing) if blocks * sharing > 1 else None, dependent=True,
     )  # fmt: skip
@@ -271,13 +290,14 @@ def stream(device: CudaDevice, a: Any, tokens: int) -> Launch:
     return function.bind(blocks, 256, a.x, a.weight, a.bias, a.out, ROWS, outputs, inputs, dependent=True)
 
 
-def plain(device: CudaDevice, a: Any, rounded: Rounded | None = None) -> Launch:
-    """`linear_plain` for any number of rows, of x or of what x was rounded to."""
-    outputs, inputs = a.weight.shape
+def plain(device: CudaDevice, a: Any, rounded: Rounded | None = None, leaves: int = 1) -> Launch:
+    """`linear_plain` for any number of rows, of x or of what x was rounded to. Of several `leaves` the weight has the matrix of
+    each."""
+    outputs, inputs = a.weight.shape[-2:]
     rounded = rounded or Rounded(a.x, None, 0)
     scales, zeros = (a.weight.scales, a.weight.zeros) if packing_of(a) else (None, None)
     function = device.function(source("linear_plain.cu"), "linear_plain", **product_defines(a), **defines(a))
-    grid: Callable[[int], tuple[int, int, int]] = lambda n: (-(-outputs // 4), min(-(-n // 8), 1024), 1)  # noqa: E731
+    grid: Callable[[int], tuple[int, int, int]] = lambda n: (-(-outputs // 4), min(-(-n // 8), 1024), leaves)  # noqa: E731
     return function.bind(
         grid, 128, rounded.x, a.weight, a.bias, a.out, scales, zeros, rounded.scales, rounded.pitch, ROWS, outputs, inputs,
         dependent=True,

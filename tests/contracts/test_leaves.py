@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.conformance import leaf_checks
+from polydraft.conformance.harness import run_golden, run_kernel
 from polydraft.conformance.leaf_checks import checks
 from polydraft.conformance.target import Target
+from polydraft.contracts import REGISTRY
+from polydraft.contracts.base import Case
+from polydraft.contracts.compare import compare, from_host, to_host
+from polydraft.contracts.inputs import default_cases
+from polydraft.contracts.kernels import expert_leaves
 from polydraft.contracts.kernels.sum_leaves import tree_sum
+from polydraft.contracts.kernels.swiglu import sigmoid, silu
 from polydraft.models.block import laid_out
 from polydraft.plugins.default_backend import default_backend
 from polydraft.reference import invariant_kernels
@@ -29,6 +37,46 @@ CHECKS = {check.id.rpartition("/")[2]: check for check in checks()}
 def test_backends_with_ordered_sums_pass(backend: str, name: str):
     result = CHECKS[name].result(Target(BY_NAME[backend]))
     assert result.outcome == "pass", result.message
+
+
+def test_no_rank_keeps_a_share_of_columns_without_any(monkeypatch: pytest.MonkeyPatch):
+    """Where shares are rounded up the last ranks may have nothing left, and no kernel multiplies nothing."""
+    heights = []
+
+    def noting(kernel: Any, case: Case, *rest: Any, **options: Any) -> Any:
+        heights.append(len(case.arrays["weight"]))
+        return run_kernel(kernel, case, *rest, **options)
+
+    monkeypatch.setattr(leaf_checks, "run_kernel", noting)
+    assert CHECKS["columns"].result(Target("reference")).outcome == "pass"
+    assert min(heights) == 1, "the last share is there, and never empty"
+
+
+@pytest.mark.parametrize("act", ["bf16", "f16"])
+def test_experts_may_round_what_lies_between_their_products(act: str):
+    """To the dtype of activations, though a sum is float32."""
+
+    def golden(a: Any, n: int) -> None:
+        half = a.gate_up.shape[1] // 2
+        for r in range(n):
+            total = np.zeros((a.leaves, a.x.shape[1]))
+            for expert, weight in zip(a.expert_ids[r].tolist(), a.expert_weights[r], strict=True):
+                if expert >= 0:
+                    gate, up = np.split(a.gate_up[expert] @ a.x[r], [half])
+                    between = from_host(to_host(np.array([silu(g) for g in gate]) * up, act), act)
+                    for leaf, features, matrix in expert_leaves.terms_of(a, expert):
+                        total[leaf] += weight * (matrix @ between[features])
+            if a.shared is not None:
+                shared = a.shared[r].reshape(total.shape)
+                total += shared * (1.0 if a.shared_gate is None else sigmoid(a.shared_gate[r, 0]))
+            a.out[r] = total.reshape(-1)
+
+    contract = REGISTRY["expert_leaves"]
+    for case in default_cases(contract):
+        found = run_golden(contract, case, act, golden=golden)
+        got = {name: to_host(one.value, one.dtype) for name, one in found.items()}
+        compared = compare(contract, case, got, run_golden(contract, case, act))
+        assert compared.ok, compared.describe()
 
 
 def test_subtrees_over_ranks_make_up_the_tree():

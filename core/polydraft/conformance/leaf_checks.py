@@ -135,7 +135,7 @@ def _columns(run: Run, act: str, tally: Tally) -> None:
         whole = product(weight)
         for ranks in (*RANKS, outputs // 3):
             width = -(-outputs // ranks)
-            for begin in {0, width, outputs // 2, (ranks - 1) * width}:
+            for begin in {0, width, outputs // 2, (outputs - 1) // width * width}:  # the last share may be narrower
                 part = weight[begin : begin + width]
                 tally.same_bits(
                     f"outputs {begin} on of {outputs}, by {width}, in {act}", product(part), whole[:, begin : begin + len(part)]

@@ -186,7 +186,7 @@ def _definition(contract: Contract) -> Iterator[str]:
             "f32 is that of TF32, 2**-10."
         )
     if contract.tipped:
-        yield "And beside that, where weights are packed and rows rounded: " + inspect.cleandoc(contract.tipped.__doc__ or "")
+        yield "And beside that: " + inspect.cleandoc(contract.tipped.__doc__ or "")
     for name, symbol in contract.sums.items():
         off = f"sqrt({symbol}) / 4 * 2**-23 * scale"
         yield f"`{name}` may differ by {off} more: what {symbol} float32 additions in any order are off."

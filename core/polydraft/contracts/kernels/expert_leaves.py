@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -92,6 +92,25 @@ def scale(a: Any, n: int) -> Mapping[str, Array]:
     return {"out": magnitude.reshape(rows, -1)}
 
 
+TOLERANCE: Final = 4.0
+SUBNORMAL: Final = 2.0**-14
+"""Below this float16 is as coarse as at it."""
+
+
+def tipped(a: Any, n: int, off: float) -> Mapping[str, Array]:
+    """Half of what eps of the activations is of each number of silu(gate) * up, 2**-14 at least, by absolute weights: what their
+    rounding moves."""
+    moved = np.zeros((len(a.x), a.leaves, a.x.shape[1]))
+    for r in range(n):
+        for expert, weight in zip(a.expert_ids[r].tolist(), a.expert_weights[r], strict=True):
+            if expert >= 0:
+                numbers, _ = between(a.x[r], a.gate_up[expert])
+                rounded = off / (2.0 * TOLERANCE) * np.maximum(np.abs(numbers), SUBNORMAL)
+                for leaf, features, matrix in terms_of(a, expert):
+                    moved[r, leaf] += np.abs(weight) * (np.abs(matrix) @ rounded[features])
+    return {"out": moved.reshape(len(a.x), -1)}
+
+
 def _case(
     name: str, x: Array, ids: Array, gate_up: Array, down: Array, n: int, *, leaves: int, split: str = "features",
     weights: Array | None = None, shared: Array | None = None, shared_gate: Array | None = None,
@@ -172,7 +191,7 @@ CONTRACT = REGISTRY.add(
         generate=generate,
         doc="Weighted sums of the networks of each row's experts, by stretches of features or runs of experts.",
         source="`expert_mlp`, with as many sums whatever the number of ranks is.",
-        tolerance={"out": 4.0},
+        tolerance={"out": TOLERANCE},
         products=True,
         scale=scale,
         deterministic="run-to-run",
@@ -188,5 +207,6 @@ CONTRACT = REGISTRY.add(
         compute=True,
         grows={"N": ROWS, "H": HIDDEN, "EX": EXPERTS, "EK": CHOSEN},
         independent=("N",),
+        tipped=tipped,
     )
 )

@@ -102,6 +102,7 @@ CONTRACT = REGISTRY.add(
         doc="A projection by stretches of its inputs: their products side by side.",
         source="Shoeybi et al. 2019, Megatron-LM: layers split by rows, with as many stretches whatever the number of ranks is.",
         tolerance={"out": 3.0},
+        sums={"out": "J"},
         products=True,
         scale=scale,
         deterministic="run-to-run",

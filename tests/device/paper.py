@@ -25,6 +25,7 @@ from polydraft.contracts import (
     ArgmaxPairV1,
     ArgmaxV1,
     ExpertMlpV1,
+    LinearLeavesV1,
     LinearV1,
     PagedAttentionV1,
     ProcessLogitsV1,
@@ -32,6 +33,7 @@ from polydraft.contracts import (
     RmsNormV1,
     RopeKvWriteV1,
     RouteExpertsV1,
+    SumLeavesV1,
     SwigluV1,
 )
 from polydraft.contracts.base import Case, ColumnsSpec, Limits, LogicalCache, ParamSpec, TensorSpec
@@ -331,8 +333,8 @@ def weight_on_paper(device: Any, packing: Packing | None = None) -> Callable[[st
 
 
 def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
-    """Bind every projection of a decoder block and its attention, with metadata, a half with experts, and a large head, of an own
-    weight and of somebody else's; what was bound."""
+    """Bind every projection of a decoder block, those by leaf too where rows are invariant, and its attention, with metadata, a
+    half with experts, and a large head, of an own weight and of somebody else's; what was bound."""
     device: Any = PaperDevice(dtype=act, **options)
     q, kv, n = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.rows
     for inputs, outputs, out in (
@@ -349,6 +351,12 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
             norm = RmsNormV1(x=stream, weight=gain, out=normed, eps=1e-6, plus_one=False)
             launches.append(("residual_add+rms_norm", CompositeArgs((ResidualAddV1(x=stream, y=y), norm))))
         _bind(device, launches, shape)
+    for inputs in (q, shape.ffn) if device.row_invariant else ():
+        weight = CudaWeight("linear", device.empty("weight", (4, shape.hidden, inputs // 4), act))
+        x, y = device.empty("x", (n, inputs), act), device.empty("y", (n, 4 * shape.hidden), "f32")
+        branch = device.empty("branch", (n, shape.hidden), act)
+        project = LinearLeavesV1(x=x, weight=weight, bias=None, leaves=4, out=y)
+        _bind(device, [("linear_leaves", project), ("sum_leaves", SumLeavesV1(x=y, leaves=4, out=branch))], shape)
     if shape is SHAPES[0]:
         for half in (HALF, HALF._replace(shared=0)):
             _bind(device, experts_of_half(device, half, n, weight_on_paper(device)), shape)

@@ -18,16 +18,17 @@ from polydraft import LLM, Engine
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.leaf_checks import checks
 from polydraft.conformance.target import Target
-from polydraft.contracts import ExpertLeavesV1, LinearLeavesV1, LinearV1, SumLeavesV1, SwigluV1
+from polydraft.contracts import ExpertLeavesV1, LinearLeavesV1, LinearV1, ResidualAddV1, RmsNormV1, SumLeavesV1, SwigluV1
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.expert_mlp import chosen_ids
 from polydraft.device import Array
+from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft_cuda.kernels import experts, kernels, linear
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.probe import look
-from polydraft_cuda.program_pass import KERNELS
+from polydraft_cuda.program_pass import KERNELS, CudaPass
 from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice
 from tests.step.test_ranks_bits import bits, tokens
@@ -74,7 +75,6 @@ def test_the_leaves_of_a_projection_are_one_launch_each_in_blocks_of_its_own(out
             across, down, deep = one.grid(600)
             assert (deep, down) == (leaves, -(-600 // one.defines["TOKENS"]))
             assert outputs <= across * one.defines["WIDTH"] < outputs + one.defines["WIDTH"] * one.defines["SHARED"]
-            assert leaves == 1 or inputs // 64 % one.defines["CHUNKS"] == 0, "a stage would have inputs of two leaves"
             assert one.shared + 16 * one.defines["STAGES"] <= device.shared_bytes
 
 
@@ -88,6 +88,59 @@ def test_what_is_of_another_dtype_or_size_takes_the_plain_kernel_whatever_a_rank
     for leaves in (1, 2, 4):
         (one,) = by_leaf(PaperDevice(dtype=dtype, arch=arch, row_invariant=True), leaves, outputs, inputs)
         assert (one.name, one.grid(9)) == ("linear_plain", (-(-outputs // 4), 2, leaves))
+
+
+def in_a_row(device: Any, leaves: int, outputs: int, inputs: int, *, rows: int = 600, biased: bool = False) -> tuple[Any, Any]:
+    """A projection by leaf, and the sum of its leaves."""
+    x, out = device.empty("x", (rows, leaves * inputs), device.dtype), device.empty("leaves", (rows, leaves * outputs), "f32")
+    bias = weight(device, "bias", outputs) if biased else None
+    project = LinearLeavesV1(x=x, weight=weight(device, "linear", leaves, outputs, inputs), bias=bias, leaves=leaves, out=out)
+    total = SumLeavesV1(x=out, leaves=leaves, out=device.empty("branch", (rows, outputs), device.dtype))
+    return ("linear_leaves", project), ("sum_leaves", total)
+
+
+def shown(device: Any, *launches: tuple[str, Any]) -> list[str]:
+    """What the pass makes of a program of these, by name."""
+    nodes = tuple(Node(name, args, "rows", "target") for name, args in launches)
+    brought = CudaPass(device, lambda kernel: CudaProvider(kernel, device))
+    found: Any = brought.rewrite(UnboundProgram("a program", nodes, frozenset(kernels()), LIMITS))
+    return [one.kernel if isinstance(one, Rewritten) else one.contract for one in found]
+
+
+def test_leaves_are_added_where_they_are_computed():
+    device: Any = PaperDevice(row_invariant=True)
+    project, total = in_a_row(device, 4, 4096, 2752)
+    stream, normed = (device.empty(name, (600, 4096), "bf16") for name in ("stream", "normed"))
+    norm = RmsNormV1(x=stream, weight=weight(device, "norm", 4096), out=normed, eps=1e-6, plus_one=False)
+    add = "residual_add+rms_norm", CompositeArgs((ResidualAddV1(x=stream, y=total[1].out), norm))
+    assert shown(device, project, total, add) == ["summed", "early_norm"]
+    assert shown(device, project, total, ("sum_leaves", total[1])) == ["linear_leaves", "sum_leaves", "sum_leaves"]
+    other = replace(total[1], x=device.empty("other", (600, 4 * 4096), "f32"))
+    assert shown(device, project, ("sum_leaves", other), add) == ["linear_leaves", "sum_leaves", add[0]]
+    for options, sizes in (
+        ({"biased": True}, (4, 4096, 2752)), ({}, (3, 4096, 2752)), ({}, (4, 4096, 2750)), ({}, (4, 4100, 64)),
+    ):  # fmt: skip
+        assert shown(device, *in_a_row(device, *sizes, **options)) == ["linear_leaves", "sum_leaves"]
+    for device in (PaperDevice(arch="sm_80", row_invariant=True), PaperDevice(dtype="f32", row_invariant=True)):
+        assert shown(device, *in_a_row(device, 4, 4096, 2752)) == ["linear_leaves", "sum_leaves"]
+
+
+@pytest.mark.parametrize("outputs", [256, 4096, 8448, 9216])
+def test_leaves_of_some_outputs_lie_in_one_block_or_two(outputs: int):
+    """So that sums are added in the order of the tree: the halves of it by two blocks, which share outputs as few as they may."""
+    for leaves in (1, 2, 4):
+        device: Any = PaperDevice(row_invariant=True)
+        bound(device, "summed", *(args for _, args in in_a_row(device, leaves, outputs, 704)))
+        assert {one.name for one in device.bound} == {"linear_split"}
+        for one in device.bound:
+            told = one.defines
+            assert (told["ORDER"], told["LEAVES"], told["OUT_F32"], told["BIAS"]) == (1, leaves, 0, 0)
+            across, down, deep = one.grid(600)
+            assert (deep, down) == (1, -(-600 // told["TOKENS"]))
+            assert outputs <= across // told["SPLIT"] * told["WIDTH"] < outputs + told["WIDTH"] * told["SHARED"]
+            assert one.shared + 16 * told["STAGES"] <= device.shared_bytes
+        few, many = {one.defines["SPLIT"] for one in device.bound[:-2]}, {one.defines["SPLIT"] for one in device.bound[-2:]}
+        assert (few, many) == ({2 if leaves > 1 and outputs <= 8448 else 1}, {1})
 
 
 @pytest.mark.parametrize("split", ["features", "experts"])
@@ -251,6 +304,26 @@ def test_a_leaf_has_the_bits_of_a_projection(act: str, outputs: int, inputs: int
                 for leaf in range(count):
                     wanted = alone[first + leaf][:n]
                     np.testing.assert_array_equal(found[:, leaf], wanted, err_msg=f"leaf {first + leaf} of {count}, {n} rows")
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    ("act", "outputs", "inputs"), [("bf16", 4096, 704), ("bf16", 40, 64), ("bf16", 9216, 192), ("f16", 1032, 1024)]
+)
+def test_leaves_that_are_added_at_once_have_the_bits_of_a_sum_apart(act: str, outputs: int, inputs: int):
+    """Those that one rank has, or each of two or four, whose sums go on; whatever number of rows there is."""
+    most = max(ROWS)
+    with gpu(act) as at:
+        for leaves, dtype in ((4, act), (2, "f32"), (1, "f32")):
+            x, matrices = drawn(1, most, leaves * inputs), drawn(2, leaves, outputs, inputs)
+            apart = at.device.zeros("leaves", (most, leaves * outputs), "f32")
+            project = LinearLeavesV1(x=at.rows(x), weight=at.weight(matrices), bias=None, leaves=leaves, out=apart)
+            total = SumLeavesV1(x=apart, leaves=leaves, out=at.device.zeros("out", (most, outputs), dtype))
+            at.found("linear_leaves", most, project)
+            wanted = at.found("sum_leaves", most, total)
+            for n in ROWS:
+                found = at.found("summed", n, project, total)
+                np.testing.assert_array_equal(found, wanted[:n], err_msg=f"{leaves} leaves, {n} rows, {dtype}")
 
 
 @on_a_gpu

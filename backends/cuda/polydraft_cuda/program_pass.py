@@ -13,7 +13,7 @@ from typing import Any, Final
 from polydraft.contracts.base import Provider
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import attention, collectives, linear, logprobs, norms, routed
+from polydraft_cuda.kernels import attention, collectives, leaves, linear, logprobs, norms, routed
 from polydraft_cuda.kernels.provider import Kernel
 from polydraft_cuda.ranks import MeetingPlace
 
@@ -47,6 +47,7 @@ CHOICE: Final = ("linear", "process_logits", "argmax")
 KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
     "reported": (("top_logprobs", "pack_logprobs"), Kernel(logprobs.reported, _of_rows)),
     "gated": (("linear", "swiglu"), Kernel(linear.gated, _of_projection)),
+    "summed": (("linear_leaves", "sum_leaves"), Kernel(leaves.summed)),
     "chosen": (CHOICE, Kernel(linear.chosen, _of_projection)),
     "screened": (CHOICE, Kernel(linear.screened, _of_projection)),
     "kept": (CHOICE, Kernel(linear.kept, _of_projection)),
@@ -94,6 +95,7 @@ class CudaPass:
     def _rules(self, program: UnboundProgram, place: int) -> Iterator[Rewritten | None]:
         """What each rule makes of the launches from `place` on."""
         yield self._gated(program, place)
+        yield self._summed(program, place)
         yield self._chosen(program, place)
         yield self._turned(program, place)
         yield self._routed(program, place)
@@ -112,6 +114,18 @@ class CudaPass:
             return None
         why = "gate and up are not stored, which nobody else reads"
         return _unless_read(program, place, Rewritten(nodes, "gated", why, (project.out,)))
+
+    def _summed(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("linear_leaves", "sum_leaves"))
+        if not nodes:
+            return None
+        project, total = _args(nodes)
+        if total.x is not project.out or total.leaves != project.leaves:
+            return None
+        if not leaves.is_summed(self._device, self._lend(project)):
+            return None
+        why = "leaves are added where they are computed, and not stored, which nobody else reads"
+        return _unless_read(program, place, Rewritten(nodes, "summed", why, (project.out,)))
 
     def _chosen(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, CHOICE)
@@ -166,7 +180,11 @@ class CudaPass:
 
     def _early(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("residual_add+rms_norm",))
-        if not nodes or not _is_written_in_front(program, place, _args(nodes)[0].parts[0].y):
+        if not nodes:
+            return None
+        added = _args(nodes)[0].parts[0].y
+        by_leaf = self._summed(program, place - 2) if place > 1 else None
+        if not _is_written_in_front(program, place, added) and not (by_leaf and _args(by_leaf.nodes)[-1].out is added):
             return None
         return Rewritten(nodes, "early_norm", "the stream is read while the projection in front still runs")
 

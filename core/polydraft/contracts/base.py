@@ -292,9 +292,9 @@ class Contract:
     `optional_cases` has cases that are asked only of backends that declare a capability, by its name. `packed_cases(packing)` has
     cases whose weights are packed, for backends that declare that packing in the capability `packings`; None where weights are
     never packed.
-    `tipped(a, n, off)[output]` is allowed beside the tolerance: how far an output is moved by numbers that are rounded on the way,
-    where `off` is the tolerance's c * eps of the activations: to either side of a border of a grid, or by an eps that is none of
-    its own dtype.
+    `tipped(a, n, off)[output]` is allowed beside the tolerance: how far an output is moved by numbers that are rounded on the
+    way, where `off` is the tolerance's c * eps of the activations: to either side of a border of a grid, or to another dtype than
+    the output's.
     `generate(rng)` draws a small case, `generate(rng, sizes)` one in which the named sizes are as asked. `grows` has the names
     that may be asked for (shape symbols, parameters and `num_blocks`, the blocks of a cache), each with the sizes that the kit
     tries one at a time (`contracts/sizes.py`), and `together` sizes that it tries at once. `independent`: shape symbols along

@@ -137,26 +137,33 @@ def wide_split(device: CudaDevice, a: Any, gated: Any = None) -> Launch:
     return launch
 
 
-def split_in_order(device: CudaDevice, a: Any, leaves: int = 1) -> list[tuple[int, Launch]]:
-    """Launches of `linear_split`, a block all inputs of its outputs, and the rows that they take. `leaves`: so many products of
-    the matrices of a weight; a stage has inputs of one of them."""
-    outputs, inputs = a.weight.shape[-2:]
-    whole = leaves == 1 or inputs // 64 % 2 == 0
+def split_in_order(device: CudaDevice, a: Any, leaves: int = 1, *, added: bool = False) -> list[tuple[int, Launch]]:
+    """Launches of `linear_split` and the rows that they take. `leaves`: so many products of the matrices of a weight. A block has
+    all inputs of its outputs of one of them; of leaves that are `added` those of all, or of half of them with few rows."""
+    outputs, width = int(a.weight.shape[-2]), width_of(device, a)
+    across, blocks = outputs if added else leaves * outputs, 2 if added and leaves > 1 and width <= TILE_ROWS else 1
+    sizes = [(n, _in_order(n, _even(device, across) if blocks == 1 else width, chunks, blocks)) for n, chunks in ORDER_SIZES]
+    sizes.append((2 * ORDER_ROWS, _in_order(ORDER_ROWS, _even(device, 2 * across), 1)))
+    sizes.append((1 << 30, _in_order(ORDER_ROWS, TILE_ROWS, 1)))
+    return [(n, one) for n, size in sizes if (one := split(device, a, size, leaves=leaves, added=added))]
 
-    def size(n: int, width: int, chunks: int) -> Split:
-        stages = (ORDER_BYTES - max(64 - n, 0) * 128) // (chunks * (width + n) * 128)
-        return Split(n, width, chunks, min(stages, MOST_STAGES), 1, 1)
 
-    times = -(-leaves * outputs // (TILE_ROWS * int(device.num_sms)))
-    even = -(-leaves * outputs // (8 * times * int(device.num_sms))) * 8
-    sizes = [(n, size(n, even, chunks if whole else 1)) for n, chunks in ORDER_SIZES]
-    sizes += [(2 * ORDER_ROWS, size(ORDER_ROWS, even, 1)), (1 << 30, size(ORDER_ROWS, TILE_ROWS, 1))]
-    return [(n, one) for n, size in sizes if (one := split(device, a, size, leaves=leaves))]
+def _in_order(rows: int, width: int, chunks: int, blocks: int = 1) -> Split:
+    """A size of `linear_split` with as much in flight as there is room for."""
+    given = 2 * width * max(rows, 64) if blocks > 1 else 0
+    inflight = ORDER_BYTES - given - max(64 - rows, 0) * 128
+    return Split(rows, width, chunks, min(inflight // (chunks * (width + rows) * 128), MOST_STAGES), blocks, 1)
+
+
+def _even(device: CudaDevice, height: int) -> int:
+    """Outputs of a block, in 8s and no more than a tile has, where `height` of them are shared out evenly."""
+    times = -(-height // (TILE_ROWS * int(device.num_sms)))
+    return -(-height // (8 * times * int(device.num_sms))) * 8
 
 
 def width_of(device: CudaDevice, a: Any) -> int:
     """Outputs, in 16s, of which half of the multiprocessors have an even share."""
-    return -(-int(a.weight.shape[0]) // (16 * (int(device.num_sms) // 2))) * 16
+    return -(-int(a.weight.shape[-2]) // (16 * (int(device.num_sms) // 2))) * 16
 
 
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:

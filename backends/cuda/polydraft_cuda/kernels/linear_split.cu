@@ -4,13 +4,18 @@
 // multiple of 8 of them (of 16 with SPLIT 2). SPLIT 2: two blocks take half of the inputs each for the same outputs, so that half of x
 // comes to each; each finishes half of the outputs, and is given the other's sums of them through shared memory.
 //
-// Leaves of a sum (gridDim.z, else 1) are as many products: w has the matrix of each one below the other, x the inputs and out the outputs of
-// all side by side, and the bias is the first one's.
+// Leaves of a sum are as many products: w has the matrix of each one below the other, x the inputs of all side by side. Where each has blocks
+// of its own (gridDim.z, else 1), out has the outputs of all side by side, and the bias is the first one's. Where a block has LEAVES, or half of
+// them with SPLIT 2, it adds them as `sum_leaves` does, and out has the sums.
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x of a block at most: 8, 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
-// (of 64 inputs in a stage; of several leaves a divisor of theirs), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in
-// linear_tile.cu; rows of gate and up come one by one), ORDER (1: a sum is taken in the order of the inputs), SHARED (1, 2: blocks next to
-// each other that bring half of the rows of x each for both; SPLIT 1, up to 128 TOKENS). O is a multiple of 8.
+// (of 64 inputs in a stage, all of one leaf), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; rows of gate
+// and up come one by one), ORDER (1: a sum, or that of a leaf, is taken in the order of the inputs), SHARED (1, 2: blocks next to each other
+// that bring half of the rows of x each for both; SPLIT 1, up to 128 TOKENS), LEAVES (1, 2, 4: beyond 1 with ORDER, up to 128 TOKENS, without
+// BIAS; else 1). O is a multiple of 8.
+#ifndef LEAVES
+#define LEAVES 1
+#endif
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -22,7 +27,9 @@ constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (T
 static_assert(SHARED == 1 || SPLIT == 1 && PRODUCTS == 1, "who may share rows of x");
 static_assert(SPLIT == 1 || PRODUCTS == 1 && EIGHTS % 2 == 0, "what two blocks may share");
 constexpr int X_PART = TOKENS / SHARED;
-static_assert(!ORDER || SPLIT == 1, "one block takes all inputs");
+constexpr int OWN_LEAVES = LEAVES > SPLIT ? LEAVES / SPLIT : 1, KEPT = OWN_LEAVES > 2 ? 2 : OWN_LEAVES - 1;  // leaves of a block; sums beside those of one
+static_assert(!ORDER || LEAVES % SPLIT == 0, "a leaf has one block");
+static_assert(LEAVES == 1 || ORDER && !BIAS && !GATED && PRODUCTS == 1 && LEAVES <= 4, "which leaves are added");
 #if OUT_F32
 typedef float out_t;
 struct alignas(8) Two { float a, b; };
@@ -89,6 +96,20 @@ __device__ __forceinline__ void finish(const float (&sums)[WIDTH / 2], unsigned 
     rows.store();
 }
 
+// What becomes of a leaf's sums in front of the next leaf: the first and the third are kept, the second is added to the first.
+template <int ROOM>
+__device__ __forceinline__ void keep(float (&kept)[ROOM][WIDTH / 2], float (&sums)[WIDTH / 2], int leaf) {
+    if (leaf & 1) {
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) kept[ROOM - 1][j] = kept[0][j] + sums[j];
+    } else {
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) kept[0][j] = sums[j];
+    }
+#pragma unroll
+    for (int j = 0; j < WIDTH / 2; j++) sums[j] = 0.f;
+}
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
 linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, const act_t* __restrict__ bias, int n,
              int outputs, int inputs) {
@@ -96,7 +117,8 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     const unsigned base = (shared_address(raw) + 1023) & ~1023u;
     const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, first_row = blockIdx.y * TOKENS, leaf = blockIdx.z;
-    const int units = (inputs / 64 + CHUNKS - 1) / CHUNKS, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
+    const int of_leaf = (inputs / 64 + CHUNKS - 1) / CHUNKS, units = LEAVES * of_leaf;
+    const int begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
     const int shift = TOKENS <= 64 && !ORDER ? tile * 5 % count : 0;  // blocks begin with different inputs
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) barrier_init(shared_address(&full[s]), 1), barrier_init(shared_address(&empty[s]), GROUPS * SHARED);
@@ -108,17 +130,31 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         if (PRODUCTS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x >= CONSUMERS + 32) return;
         const int part = blockIdx.x % SHARED, bring = SHARED > 1 ? min(SHARED, (n - first_row + X_PART - 1) / X_PART) : 1;  // parts with rows
+        const int width = (int)gridDim.z * LEAVES * inputs;
+        // The leaf of a stage, and its first chunk there.
+        auto place = [&](int i, int& chunk) {
+            int unit = begin + (i + shift) % count, of = leaf;
+#pragma unroll
+            for (int next = 1; next < LEAVES; next++)
+                if (unit >= of_leaf) unit -= of_leaf, of++;
+            chunk = unit * CHUNKS;
+            return of;
+        };
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
+            int chunk;
+            const int of = place(i, chunk);
             barrier_expect(f, CHUNKS * (W_BYTES + bring * X_PART * 128));
-            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * (WIDTH / 2), (begin + (i + shift) % count) * CHUNKS, f);
-            else load_chunks(base + s * STAGE, &w_map, leaf * outputs + tile * WIDTH, (begin + (i + shift) % count) * CHUNKS, f);
+            if (GATED) load_pair_chunks(base + s * STAGE, &w_map, tile * (WIDTH / 2), chunk, f);
+            else load_chunks(base + s * STAGE, &w_map, of * outputs + tile * WIDTH, chunk, f);
         };
         auto rows = [&](int i, int s) {
             const unsigned to = base + s * STAGE + CHUNKS * W_BYTES, f = shared_address(&full[s]);
+            int chunk;
+            const int of = place(i, chunk);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const int column = leaf * inputs + ((begin + (i + shift) % count) * CHUNKS + c) * 64;
+                const int at = (chunk + c) * 64, column = at < inputs ? of * inputs + at : width;  // zeros behind the leaf
                 if (SHARED == 1) load_box(to + c * X_BYTES, &x_map, column, first_row, f);
                 else if (part < bring) load_shared_box(to + c * X_BYTES + part * X_PART * 128, &x_map, column, first_row + part * X_PART, f, (1 << SHARED) - 1);
             }
@@ -140,9 +176,15 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         if (SHARED > 1) barrier_arrive_at(shared_address(&empty[s]), threadIdx.x & 127);
         else barrier_arrive(shared_address(&empty[s]));
     };
-    float sums[PRODUCTS][WIDTH / 2] = {};
+    float sums[PRODUCTS][WIDTH / 2] = {}, kept[KEPT ? KEPT : 1][WIDTH / 2];
+    int ended = 0;  // leaves
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
+        if (KEPT && i == (ended + 1) * of_leaf) {
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            accumulators_fence(sums[0]);
+            keep(kept, sums[0], ended++);
+        }
         const int s = i % STAGES;
         barrier_wait(shared_address(&full[s]), i / STAGES & 1);
         const unsigned w = base + s * STAGE, x = w + CHUNKS * W_BYTES + group * PRODUCTS * 8192;
@@ -163,6 +205,11 @@ linear_split(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int p = 0; p < PRODUCTS; p++) accumulators_fence(sums[p]);
+#pragma unroll
+    for (int j = 0; j < (KEPT ? WIDTH / 2 : 0); j++) {
+        sums[0][j] = kept[0][j] + sums[0][j];
+        if (KEPT > 1) sums[0][j] = kept[KEPT - 1][j] + sums[0][j];
+    }
     const int warp = threadIdx.x >> 5 & 3, token = first_row + group * PRODUCTS * 64 + warp * 16;
     out_t* stage = (out_t*)(raw + (base - shared_address(raw))) + (threadIdx.x >> 5) * 16 * PITCH;
     if (SPLIT > 1) {

@@ -254,15 +254,16 @@ def pair(device: CudaDevice, a: Any, tokens: int) -> Launch:
     )  # fmt: skip
 
 
-def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, leaves: int = 1) -> Launch | None:
+def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, *, leaves: int = 1, added: bool = False) -> Launch | None:
     """`linear_split` for up to `size.rows` rows; None where its blocks would not run all at once. Of several `leaves` the weight
-    has the matrix of each."""
+    has the matrix of each; they lie side by side in `out`, or are `added`."""
     outputs, inputs = a.weight.shape[-2:]
     tokens, width, chunks, stages, blocks, order = size
     sharing = SHARING if order and blocks == 1 and 64 < tokens <= 128 else 1
     function = device.function(
         source("linear_split.cu"), "linear_split", arch_features="a", TOKENS=tokens, WIDTH=width, CHUNKS=chunks, STAGES=stages,
-        SPLIT=blocks, GATED=int(gated is not None), ORDER=order, SHARED=sharing, **defines(a),
+        SPLIT=blocks, GATED=int(gated is not None), ORDER=order, SHARED=sharing,
+        **({"LEAVES": leaves} if added else {}), **defines(a),
     )  # fmt: skip
     tiles = -(-outputs // (width * sharing)) * sharing
     band = max(tokens, 64)  # a warp group reads 64 rows, whatever lies behind those of x
@@ -273,7 +274,7 @@ def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, leaves: in
         return None
     matrix = Matrix((leaves * outputs, inputs), a.weight.dtype, a.weight.pointer)
     return function.bind(
-        (lambda n: (tiles * blocks, -(-n // tokens), leaves)) if order else tiles * blocks, threads,
+        (lambda n: (tiles * blocks, -(-n // tokens), 1 if added else leaves)) if order else tiles * blocks, threads,
         tensor_map(device, matrix, width, paired=int(gated is not None), chunks=chunks),
         tensor_map(device, a.x, tokens // sharing), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
         cluster=max(blocks, sharing) if blocks * sharing > 1 else None, dependent=True,

@@ -142,8 +142,8 @@ def rounds(stack: Matrix) -> bool:
 
 
 def tipped(a: Any, n: int, off: float) -> Mapping[str, Array]:
-    """Where weights are packed and rows rounded, a step of the grid for each number of silu(gate) * up that may lie on either side
-    of a border between two."""
+    """Where weights are packed and rows rounded, a step of the grid for each number of silu(gate) * up that may lie on either
+    side of a border between two."""
     if not rounds(a.down):
         return {}
     moved, packing = np.zeros(a.x.shape), a.down.packing

@@ -185,7 +185,8 @@ def generate(rng: np.random.Generator, sizes: Sizes = SMALL) -> Case:
         slot = int(rng.integers(-1, size)) if not sizes or rows else size - 1
         logits, noise = spread_out(rng, vocab), rng.gumbel(size=vocab).astype(np.float32)
         if vocab > MANY_TOKENS:  # without filters one that is far from the most likely ones wins
-            noise[rng.integers(vocab) if slots[slot].top_k != MANY_KEPT else np.argsort(-logits)[rng.integers(64, 250)]] += 60
+            places = np.argsort(-logits)[64:250] if slots[slot].top_k == MANY_KEPT else np.arange(vocab)
+            noise[rng.choice(places if rows else places[places >= vocab // 2])] += 60  # who stops in the middle is noticed
         divisor = np.float64(np.float32(slots[slot].temperature or 1.0))
         if margin(logits.astype(np.float64) / divisor, noise.astype(np.float64), slots[slot]) > 1e-3:
             rows.append((slot, logits, noise))

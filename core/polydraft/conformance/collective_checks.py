@@ -27,11 +27,12 @@ from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.contracts.stacking import stacked
 from polydraft.errors import DeviceError
 from polydraft.ranks import Exchange, Group
+from polydraft.ranks.exchange import PATIENCE_S
 
 CAPACITY: Final = 1 << 20
 """Bytes that a rank brings to a launch at most."""
-PATIENCE_S, SHORT_S = 2.0, 0.3
-"""Seconds that a rank waits for the others; where one will not come."""
+SHORT_S: Final = 0.3
+"""Seconds that a rank waits for others where one will not come; elsewhere it is as in an engine, since some may still compile."""
 MOST_RANKS: Final = 8
 
 

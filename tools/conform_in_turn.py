@@ -37,6 +37,10 @@ BACKENDS: Final = (
 )
 
 
+CHECK_S: Final = 400
+"""Seconds that a check may take: two claims share the processors, and checks over ranks open a device in four processes."""
+
+
 def turn_of(commits: int) -> Backend:
     """Whose turn it is."""
     return BACKENDS[commits % len(BACKENDS)]
@@ -78,7 +82,7 @@ def claimed(backend: Backend, profile: str, seed: int) -> tuple[int, str]:
     start = time.perf_counter()
     polydraft = str(Path(sys.executable).with_name("polydraft"))
     command = [polydraft, "conform", backend.name, "--device", backend.device, "--profile", profile]
-    command += ["--seed", str(seed)]
+    command += ["--seed", str(seed), "--timeout", str(CHECK_S)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("polydraft-conformance")] or [done.stderr.strip()]
     text = f"{where}: {said[0]} ({time.perf_counter() - start:.0f} s)"

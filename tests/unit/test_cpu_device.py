@@ -38,7 +38,7 @@ from polydraft_cpu.graph import CpuCapture
 from polydraft_cpu.kernels import CpuTable, versions
 from polydraft_cpu.options import CpuOptions, parse, usable_processors
 from tests.support import tiny
-from tests.support.cpu import LIMITS, bound, loaded, needs_kernels, opened
+from tests.support.cpu import LEVELS, LIMITS, bound, loaded, needs_kernels, opened
 from tests.support.launched import launched
 from tests.support.project import ROOT
 
@@ -344,6 +344,9 @@ def test_a_launch_of_a_kernel_in_python_does_not_wait():
 
 
 @needs_kernels
+@pytest.mark.skipif(
+    not {"avx512bf16", "avx512vnni"} & set(LEVELS), reason="kernels of other processors write nothing into a thread's own memory"
+)
 @pytest.mark.parametrize("captured", [False, True])
 def test_who_waits_helps_again_after_a_launch_that_it_could_not_help_with(captured: bool):
     """A kernel that takes longer than the patience of who waits comes first. Rows are rounded in the memory of the thread that

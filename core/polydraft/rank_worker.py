@@ -1,7 +1,7 @@
 """The process of a rank beside rank 0: `python -m polydraft.rank_worker`, which the engine of rank 0 starts.
 
-Its standard input brings the record that says what to build, and then the plans of rank 0, each behind its length. It ends when
-there are no more, when rank 0 has gone, or when any rank fails.
+Its standard input brings the record that says what to build, behind its length, and is then the pipe of `ProcessInbox`, by which
+the plans of rank 0 arrive. It ends when there are no more, when rank 0 has gone, or when any rank fails.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ import importlib
 import json
 import math
 import os
-import queue
 import signal
 import sys
-import threading
 from contextlib import suppress
-from io import FileIO, RawIOBase
+from io import FileIO
 
 from polydraft.child_process import read_message
 from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError
-from polydraft.host.followers import END, Inbox, Rungs, follow, said
+from polydraft.host.followers import ProcessInbox, Rungs, follow, said
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.ranks import Exchange, Group
-
-
-def deliver(pipe: RawIOBase, inbox: Inbox, exchange: Exchange) -> None:
-    """Take messages from the pipe as they come. Behind the last one rank 0 waits for nothing any more, and may be gone."""
-    while message := read_message(pipe):
-        inbox.put(message)
-    inbox.put(END)
-    exchange.close()
 
 
 def opened(function: str, text: str) -> Checkpoint:
@@ -49,8 +39,7 @@ def main() -> int:
     rank, size = start["rank"], start["size"]
     exchange = Exchange.over(start["memory"], rank, size, start["capacity"], math.inf)
     os.close(start["memory"])
-    inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=deliver, args=(pipe, inbox, exchange), name="messages", daemon=True).start()
+    inbox = ProcessInbox(pipe, exchange)
     engine: Engine | None = None
     try:
         config = EngineConfig.from_mapping(start["config"])

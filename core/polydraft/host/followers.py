@@ -14,15 +14,17 @@ import struct
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from polydraft.child_process import await_end, ending, running, write_message
+from polydraft.child_process import await_end, ending, read_message, running, write_message
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
@@ -31,6 +33,7 @@ from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange, Group
+from polydraft.ranks.mailbox import ROOM
 from polydraft.step.runner import InFlightStep, Runner
 
 WORKER = "polydraft.rank_worker"
@@ -47,8 +50,24 @@ SAYING_S = 1.0
 """Seconds within which it is said how a process has ended whose pipe is closed."""
 SHARED = Path("/dev/shm")  # noqa: S108  the file there has no name
 """Where files are memory, on systems that have such a place."""
-Inbox = queue.SimpleQueue[bytes]
-"""Messages of rank 0 that have arrived."""
+_BY_PIPE: Final = b""
+"""In a mailbox: the next message has come by the pipe."""
+_WAKE: Final = bytes(1)
+"""In a pipe: there is a message in the mailbox."""
+SOON_S = 0.002
+"""Seconds within which the next plan comes where rank 0 is in the middle of texts."""
+EAGER_S = 0.001
+"""Of these those in which a process looks for it all the time."""
+NAP_S = 0.05
+"""Seconds after which a process that sleeps looks into its mailbox, though nobody has woken it: who puts a message there may have
+looked whether it sleeps just before."""
+
+
+class Inbox(Protocol):
+    """Messages of rank 0, where they arrive."""
+
+    def get(self, *, timeout: float | None = None) -> bytes:
+        """The next one. Raises `queue.Empty` where none comes in so many seconds."""
 
 
 class Rungs:
@@ -68,6 +87,10 @@ class Channel(Protocol):
     def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Hand a message over, with what lies behind it; `END` is the last one. Raises `DeviceError` where nobody takes it any
         more."""
+
+    @property
+    def behind(self) -> int:
+        """Messages that the rank has not taken yet."""
 
     def join(self) -> None:
         """Wait until that rank has ended, and see to it that it does."""
@@ -96,16 +119,21 @@ class Rank(Protocol):
 
 def follow(rank: Rank, overlap: int, inbox: Inbox) -> None:
     """Run the plans of rank 0 until there are no more, and do with weights what it does. A step is waited for before its staging
-    is used again; nobody looks at its outcome. While there is no further plan everything is waited for, drafts too: some devices
-    do nothing until somebody waits, and that of rank 0 may be further on than its host."""
+    is used again; nobody looks at its outcome. Where no further plan comes soon everything is waited for, drafts too: some
+    devices do nothing until somebody waits, and that of rank 0 may be further on than its host. No earlier: rank 0 plans while
+    its device works on steps that it has launched ahead, and here the next one has to be launched as early."""
     runner, reader, in_flight = rank.runner, PlanReader(), deque[InFlightStep]()
     half: InFlightStep | None = None
     while True:
-        while in_flight and (inbox.empty() or len(in_flight) > overlap):
+        while len(in_flight) > overlap:
             runner.collect(in_flight.popleft())
-        if inbox.empty():
+        try:
+            message = inbox.get(timeout=SOON_S)
+        except queue.Empty:
+            while in_flight:
+                runner.collect(in_flight.popleft())
             runner.device.synchronize()
-        message = inbox.get()
+            message = inbox.get()
         if message == END:
             return
         (what,) = _WORD.unpack_from(message)
@@ -202,6 +230,11 @@ class Followers:
         """Have them forget what they were given or have opened. Raises as `send` does."""
         self._tell(_of_weights("drop"))
 
+    @property
+    def behind(self) -> list[int]:
+        """Of each other rank, the messages that it has not taken yet."""
+        return [channel.behind for channel in self._channels]
+
     def _tell(self, message: bytes, *data: memoryview) -> None:
         self.group.exchange.raise_failure()
         for channel in self._channels:
@@ -231,7 +264,7 @@ class ThreadChannel:
     """A rank that is a thread."""
 
     def __init__(self, group: Group, build: Callable[[Group], Rank], overlap: int) -> None:
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._inbox = queue.SimpleQueue[bytes]()
         arguments = (group, build, overlap, self._inbox)
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()
@@ -239,6 +272,11 @@ class ThreadChannel:
     def send(self, message: bytes, *data: memoryview | bytes) -> None:
         """Queue it."""
         self._inbox.put(b"".join((message, *data)))
+
+    @property
+    def behind(self) -> int:
+        """Those in its queue."""
+        return self._inbox.qsize()
 
     def join(self) -> None:
         """Wait: a thread that does not end keeps nobody."""
@@ -270,27 +308,85 @@ def start_threads(size: int, capacity: int, patience_s: float, overlap: int, bui
 
 
 # -- processes -------------------------------------------------------------------------------------
+class ProcessInbox:
+    """Messages of rank 0 to this process: short ones by a mailbox, for which it looks for a while whenever it wants one; others,
+    and what wakes it, by a pipe. It ends when there are no more, when rank 0 has gone, or when any rank fails."""
+
+    def __init__(self, pipe: RawIOBase, exchange: Exchange) -> None:
+        self._pipe, self._exchange, self._box = pipe, exchange, exchange.mailbox(exchange.rank)
+        self._long = queue.SimpleQueue[bytes]()
+        self._came, self._ended = threading.Event(), False
+        threading.Thread(target=self._deliver, name="messages", daemon=True).start()
+
+    def get(self, *, timeout: float | None = None) -> bytes:
+        """As `Inbox`. `END` where there are no more."""
+        begin, given = time.monotonic(), math.inf if timeout is None else timeout
+        while True:
+            ended = self._ended  # looked at first: what came before the end is in the mailbox
+            message = self._box.take()
+            if message is not None:
+                self._box.asleep = False
+                return self._long.get() if message == _BY_PIPE else message
+            if ended:
+                return END
+            waited = time.monotonic() - begin
+            if waited > given:
+                self._box.asleep = False
+                raise queue.Empty
+            if waited < EAGER_S:
+                time.sleep(0)
+            elif not self._box.asleep:
+                self._came.clear()
+                self._box.asleep = True  # and look once more: rank 0 may not have seen it
+            else:
+                self._came.wait(min(given - waited, NAP_S))
+
+    def _deliver(self) -> None:
+        """Take what comes by the pipe. Behind the last message rank 0 waits for nothing any more, and may be gone."""
+        while message := read_message(self._pipe):
+            if message != _WAKE:
+                self._long.put(message)
+            self._came.set()
+        self._ended = True
+        self._came.set()
+        self._exchange.close()
+
+
 class ProcessChannel:
     """A rank that is a process. A thread watches it: one that ends before it should is a failure of all ranks."""
 
     def __init__(self, rank: int, exchange: Exchange, start: Mapping[str, Any], memory: int) -> None:
-        self._rank, self._exchange, self._ending = rank, exchange, False
+        self._rank, self._exchange, self._ending, self._box = rank, exchange, False, exchange.mailbox(rank)
         self._process = subprocess.Popen(running(WORKER), stdin=subprocess.PIPE, pass_fds=(memory,))  # noqa: S603  this interpreter
         self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
-        self.send(json.dumps({**start, "rank": rank, "memory": memory}).encode())
+        self._write(json.dumps({**start, "rank": rank, "memory": memory}).encode())
 
     def send(self, message: bytes, *data: memoryview | bytes) -> None:
-        """Write it, behind its length."""
-        self._ending = self._ending or message == END
+        """Put it into the mailbox, or where it is long write it into the pipe, and say so there."""
+        if message == END:
+            self._ending = True
+            self._write(END)
+            return
+        if data or len(message) > ROOM:
+            self._write(message, *data)
+            message = _BY_PIPE
+        while not self._box.put(message):
+            self._exchange.raise_failure()
+            time.sleep(EAGER_S)
+        if self._box.asleep:
+            self._write(_WAKE)
+
+    def _write(self, *message: bytes | memoryview) -> None:
+        """Write it into the pipe, behind its length."""
         pipe = self._process.stdin
         assert pipe is not None, "it was asked for"
         try:
             with self._lock:
-                write_message(pipe, message, *data)
+                write_message(pipe, *message)
         except (OSError, ValueError):  # it has ended, or is about to be waited for
-            if message != END:
+            if not self._ending:
                 self._watcher.join(SAYING_S)  # it knows better why
                 self._exchange.raise_failure()
                 self._exchange.fail(f"rank {self._rank} takes no more plans{self._exchange.last_clause(self._rank)}")
@@ -298,6 +394,11 @@ class ProcessChannel:
             with suppress(DeviceError):
                 self._exchange.fail(f"rank {self._rank} was sent a part of a message ({type(error).__name__})")
             raise
+
+    @property
+    def behind(self) -> int:
+        """Those in its mailbox."""
+        return self._box.behind
 
     def join(self) -> None:
         """Wait, and kill what does not end."""

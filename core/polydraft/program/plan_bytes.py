@@ -11,7 +11,7 @@ there, its dtype and its length (`TAIL`, int64); then the arrays that are there,
 from __future__ import annotations
 
 import struct
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import numpy as np
@@ -39,21 +39,20 @@ class PlanWriter:
     """Writes the plans of rank 0, in their order."""
 
     def __init__(self) -> None:
-        self._sent: tuple[Array | None, ...] = ()
+        self._sent: tuple[object, ...] = (object(),) * len(ARRAYS)  # which no plan has
 
     def write(self, plan: StepPlan) -> bytes:
         """The plan as a message."""
-        writes, arrays = plan.writes, _ARRAYS(plan)
-        head = HEAD.pack(*_NUMBERS(plan), writes.admits, len(writes.runs), len(writes.payload))
-        same = [one is other for one, other in zip(arrays, self._sent, strict=False)] or [False] * len(arrays)
-        if all(same):
-            tail, body = _ALL_AS_BEFORE, []
-        else:
-            body = [array for array, known in zip(arrays, same, strict=True) if not known and array is not None]
-            tail = TAIL.pack(*(word for one, known in zip(arrays, same, strict=True) for word in _entry(one, known)))
-            self._sent = arrays
-        body = [writes.runs, writes.payload, *body] if writes else body
-        return b"".join((head, tail, *map(np.ndarray.tobytes, body)))
+        writes, arrays, sent = plan.writes, _ARRAYS(plan), self._sent
+        message = HEAD.pack(*_NUMBERS(plan), writes.admits, len(writes.runs), len(writes.payload))
+        if all(map(is_, arrays, sent)):
+            message += _ALL_AS_BEFORE
+            return message + writes.runs.tobytes() + writes.payload.tobytes() if writes else message
+        known = list(map(is_, arrays, sent))
+        self._sent = arrays
+        tail = TAIL.pack(*(word for one, so in zip(arrays, known, strict=True) for word in _entry(one, so)))
+        here = [array for array, so in zip(arrays, known, strict=True) if not so and array is not None]
+        return b"".join((message, tail, *map(np.ndarray.tobytes, (writes.runs, writes.payload, *here))))
 
 
 def _entry(array: Array | None, known: bool) -> tuple[int, int, int]:

@@ -27,6 +27,8 @@ import numpy as np
 
 from polydraft.device import Array
 from polydraft.errors import DeviceError
+from polydraft.ranks import mailbox
+from polydraft.ranks.mailbox import Mailbox
 
 KINDS: Final = ("all_gather", "all_reduce", "argmax_pair", "broadcast")
 """The collectives."""
@@ -75,15 +77,16 @@ class Exchange:
         rest, notes = region[8 * words :], 8 * size * 2 * _WORDS
         self._notes = rest[:notes].view(np.int64).reshape(size, 2, _WORDS)
         self._texts = rest[notes : notes + size * _TEXT].reshape(size, _TEXT)
+        self._boxes = rest[notes + size * _TEXT :][: size * mailbox.NBYTES].reshape(size, mailbox.NBYTES)
         room = _room(capacity)
-        self._data = rest[notes + size * _TEXT :][: size * 2 * room].reshape(size, 2, room)
+        self._data = rest[notes + size * (_TEXT + mailbox.NBYTES) :][: size * 2 * room].reshape(size, 2, room)
         self._count = 0
         self._file: int | None = None
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
         """Bytes of the region of `size` ranks."""
-        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * _TEXT + size * 2 * _room(capacity)
+        return 8 * _LINE * (1 + size) + 8 * size * 2 * _WORDS + size * (_TEXT + mailbox.NBYTES) + size * 2 * _room(capacity)
 
     @classmethod
     def prepare(cls, file: int, size: int, capacity: int) -> None:
@@ -207,6 +210,10 @@ class Exchange:
         count = int(self._arrived[rank])
         note = self._note(rank, count % 2)
         return f"; its last was collective {count}, {note}" if 0 < count <= _JUDGED and note.kind != "start" else ""
+
+    def mailbox(self, rank: int) -> Mailbox:
+        """The one of messages to that rank."""
+        return Mailbox(self._boxes[rank])
 
     # -- failures ----------------------------------------------------------------------------------
     def fail(self, sentence: str) -> None:

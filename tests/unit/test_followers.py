@@ -1,0 +1,225 @@
+"""How plans reach the ranks beside rank 0, and when these launch them."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polydraft import child_process
+from polydraft.host import followers
+from polydraft.host.followers import END, ProcessChannel, ProcessInbox, follow
+from polydraft.program.columns import NOTHING
+from polydraft.program.plan import StepPlan
+from polydraft.program.plan_bytes import PlanReader, PlanWriter
+from polydraft.ranks import Exchange
+from polydraft.ranks.mailbox import NBYTES, PLACES, ROOM, Mailbox
+
+
+def plan_of(step_id: int, like: StepPlan | None = None) -> StepPlan:
+    if like is not None:
+        return like.again(step_id, NOTHING, like.num_drafts)
+    arrays: dict[str, Any] = {name: np.arange(3, dtype=np.int32) for name in ("slots", "rows", "epochs")}
+    arrays |= {name: np.ones(3, np.bool_) for name in ("decode", "emits")}
+    counts = np.zeros((4, 3), np.int64)
+    return StepPlan(
+        step_id, **arrays, in_flight_counts=counts, writes=NOTHING, num_rows=12, num_logit_rows=12, window=4, num_drafts=3,
+        has_prefill=False, sampling=False,
+    )  # fmt: skip
+
+
+# -- the mailbox -------------------------------------------------------------------------------------------
+def test_messages_are_taken_in_the_order_in_which_they_were_put():
+    memory, chance, sent = np.zeros(NBYTES, np.uint8), random.Random(0), deque[bytes]()
+    put, take = Mailbox(memory), Mailbox(memory)
+    full = 0
+    for _ in range(4000):
+        if chance.random() < 0.55:
+            message = chance.randbytes(chance.choice((0, 1, 280, ROOM)))
+            if put.put(message):
+                sent.append(message)
+            else:
+                full += 1
+                assert len(sent) == PLACES
+        else:
+            assert take.take() == (sent.popleft() if sent else None)
+        assert put.behind == len(sent)
+    assert full > 0
+
+
+@pytest.mark.parametrize("late", ["the message", "its size"])
+def test_a_message_is_taken_once_all_of_it_is_seen(late: str):
+    """Though the count is seen before, and what lay in that place is a whole message."""
+    memory = np.zeros(NBYTES, np.uint8)
+    put, take = Mailbox(memory), Mailbox(memory)
+    for number in range(PLACES):
+        assert put.put(number.to_bytes(8, "little"))
+        assert take.take() == number.to_bytes(8, "little")
+    before = memory.copy()
+    assert put.put(b"new plan")
+    begin = np.flatnonzero(memory != before)[1] // 8 * 8  # the first is the count
+    own = slice(begin + 8, begin + 16) if late == "the message" else slice(begin, begin + 8)
+    seen = memory.copy()
+    seen[own] = before[own]
+    assert Mailbox(seen).take() is None
+    seen[own] = memory[own]
+    assert Mailbox(seen).take() == b"new plan"
+
+
+# -- the inbox of a process ------------------------------------------------------------------------------
+class Ends:
+    """Both ends of the way to a process, in this one."""
+
+    def __init__(self) -> None:
+        first, other = Exchange.of_threads(2, 64, math.inf)
+        reads, writes = os.pipe()
+        self.pipe, self.box, self.reads = os.fdopen(writes, "wb"), first.mailbox(1), FileIO(reads)
+        self.inbox = ProcessInbox(self.reads, other)
+
+    def by_pipe(self, message: bytes) -> None:
+        child_process.write_message(self.pipe, message)
+        assert self.box.put(followers._BY_PIPE)
+
+    def end(self) -> None:
+        """As where rank 0 is gone; returns when it is known."""
+        self.pipe.close()
+        while not self.inbox._ended:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.end()
+    made.reads.close()
+
+
+def test_long_messages_keep_their_place_among_short_ones(ends: Ends):
+    assert ends.box.put(b"one")
+    ends.by_pipe(b"two" * ROOM)
+    assert ends.box.put(b"three")
+    assert [ends.inbox.get() for _ in range(3)] == [b"one", b"two" * ROOM, b"three"]
+    with pytest.raises(queue.Empty):
+        ends.inbox.get(timeout=0.02)
+    assert not ends.box.asleep, "a process that works takes plans without being woken"
+
+
+def test_what_was_put_before_the_end_comes_before_it(ends: Ends):
+    assert ends.box.put(b"last")
+    ends.end()
+    assert [ends.inbox.get(), ends.inbox.get()] == [b"last", END]
+
+
+@pytest.mark.parametrize("woken", [True, False])
+def test_one_that_sleeps_is_woken_or_looks_by_itself(ends: Ends, woken: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whoever puts a message may have looked whether it sleeps just before."""
+    monkeypatch.setattr(followers, "NAP_S", 60.0 if woken else 0.01)
+
+    def put() -> None:
+        while not ends.box.asleep:
+            time.sleep(0.001)
+        ends.box.put(b"plan")
+        if woken:
+            child_process.write_message(ends.pipe, followers._WAKE)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert ends.inbox.get(timeout=20) == b"plan"
+    thread.join()
+    assert not ends.box.asleep
+
+
+@contextmanager
+def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessChannel, Exchange, list[bytes]]]:
+    """A channel to a process that swallows all; what is written into its pipe behind the first message, as a list that grows."""
+    monkeypatch.setattr(followers, "running", lambda _: [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"])
+    first, other = Exchange.of_threads(2, 64)
+    with tempfile.TemporaryFile() as memory:
+        made, written = ProcessChannel(1, first, {}, memory.fileno()), list[bytes]()
+    monkeypatch.setattr(followers, "write_message", lambda _, *parts: written.append(b"".join(parts)))
+    yield made, other, written
+    monkeypatch.undo()
+    made._ending = True
+    made.join()
+
+
+def test_a_plan_is_written_into_a_pipe_for_nobody_who_looks(monkeypatch: pytest.MonkeyPatch):
+    with channel(monkeypatch) as (sending, exchange, written):
+        box = exchange.mailbox(1)
+        sending.send(b"plan")
+        assert written == []
+        assert sending.behind == 1
+        box.asleep = True
+        sending.send(b"plan")
+        assert written == [followers._WAKE]
+        box.asleep = False
+        sending.send(b"long" * ROOM)
+        sending.send(b"head", b"data")
+        assert written[1:] == [b"long" * ROOM, b"headdata"]
+        assert [box.take() for _ in range(4)] == [b"plan", b"plan", followers._BY_PIPE, followers._BY_PIPE]
+
+
+# -- plans -------------------------------------------------------------------------------------------------
+def test_arrays_of_the_plan_before_are_not_sent_again():
+    writer, reader, first = PlanWriter(), PlanReader(), plan_of(1)
+    messages = [writer.write(one) for one in (first, plan_of(2, first), plan_of(3))]
+    assert len(messages[1]) < len(messages[0]) == len(messages[2]) <= ROOM
+    one, two, three = map(reader.read, messages)
+    assert two.slots is one.slots
+    assert three.slots is not one.slots
+    np.testing.assert_array_equal(three.slots, first.slots)
+
+
+class Runs:
+    """A rank whose steps end one after the other: rank 0 sends the next plan a while after each."""
+
+    def __init__(self, sends: Callable[[int], None]) -> None:
+        self.events, self._sends = list[str](), sends
+        self.runner: Any = self
+        self.device = SimpleNamespace(synchronize=lambda: self.events.append("rest"))
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.events.append(f"launch {plan.step_id}")
+        return SimpleNamespace(split=False, plan=plan)
+
+    def collect(self, flight: Any) -> None:
+        self.events.append(f"collect {flight.plan.step_id}")
+        self._sends(flight.plan.step_id)
+
+
+def test_a_step_is_launched_while_the_one_before_runs(monkeypatch: pytest.MonkeyPatch):
+    """As rank 0 does, which sends a plan when it has seen the results of the last but one: whoever waits for the last meanwhile
+    has a device without work. In front of a longer pause everything is waited for."""
+    monkeypatch.setattr(followers, "SOON_S", 0.5)
+    inbox, writer = queue.SimpleQueue[bytes](), PlanWriter()
+    plans = [plan_of(1)]
+    plans += [plan_of(step, plans[0]) for step in (2, 3, 4)]
+    messages = [writer.write(plan) for plan in plans]
+
+    def send(collected: int) -> None:
+        if collected + 2 <= len(messages):
+            threading.Timer(0.02, lambda: inbox.put(messages[collected + 1])).start()
+        elif collected == len(messages):
+            inbox.put(END)
+
+    inbox.put(messages[0])
+    inbox.put(messages[1])
+    rank: Any = Runs(send)
+    follow(rank, 1, inbox)
+    ahead = ["launch 1", "launch 2", "collect 1", "launch 3", "collect 2", "launch 4", "collect 3"]
+    assert rank.events == [*ahead, "collect 4", "rest"]

@@ -1190,6 +1190,11 @@ class Engine:
             raise DeviceError(f"{what}, and {self.torn}")
 
     @property
+    def behind(self) -> list[int]:
+        """Of each rank beside rank 0, what it was told to do and has not begun yet, such as steps; [] where there are none."""
+        return self._followers.behind if self._followers is not None else []
+
+    @property
     def hazards(self) -> tuple[Hazard, ...]:
         """The hazards found so far; empty without `sanitize`."""
         checking = self.instruments.find(Sanitizer)

@@ -51,6 +51,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced(serve: Callable[..., Served]
     served = serve("--backend", "cpu", "--device", "cpu?threads=1", "--tensor-parallel", "2")
     first = worker(served)
     assert post(served, **SHORT).status_code == 200
+    assert figures(served)[f'polydraft:rank_plans_waiting{{model_name="{MODEL}",rank="1"}}'] <= 2
     ranks = Path(f"/proc/{first}/task/{first}/children").read_text().split()
     for one in ranks:
         if b"polydraft.rank_worker" in Path(f"/proc/{one}/cmdline").read_bytes():

@@ -6,8 +6,9 @@ import asyncio
 import random
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_origin
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +19,7 @@ from polydraft.ray.prefixes import BLOCK, DIGEST, Sent, digests, prefix_of, rank
 from polydraft.ray.settings import Deployment, replicas, resources
 from polydraft.serving import wire
 from polydraft.serving.engine_client import Busy, EngineGone, Overrun
+from polydraft.serving.metrics import Metrics
 
 A, B, C = "a", "b", "c"
 
@@ -149,6 +151,25 @@ def test_an_error_of_a_replica_is_the_same_at_the_ingress(error: Exception) -> N
 def test_a_bug_of_a_replica_is_no_record() -> None:
     with pytest.raises(ZeroDivisionError):
         records.failed(ZeroDivisionError())
+
+
+# -- figures ---------------------------------------------------------------------------------------
+def counts(**given: Any) -> wire.Stats:
+    """Of an engine that has done nothing, but for what is given."""
+    empty = {one.name: (get_origin(one.type) or one.type)() for one in msgspec.structs.fields(wire.Stats)}
+    return wire.Stats(**{**empty, **given})
+
+
+def test_figures_say_of_which_replica_and_rank_they_are() -> None:
+    metrics = Metrics("m", replica="ingress")
+    page = metrics.text({A: counts(steps=3, behind=[0, 2]), B: counts(steps=5, behind=[1, 0])}).decode()
+    found = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert [found[f'polydraft:steps_total{{model_name="m",replica="{name}"}}'] for name in (A, B)] == ["3.0", "5.0"]
+    of_ranks = {name: value for name, value in found.items() if name.startswith("polydraft:rank_plans_waiting{")}
+    label = 'polydraft:rank_plans_waiting{{model_name="m",rank="{}",replica="{}"}}'
+    wanted = {(1, A): "0.0", (2, A): "2.0", (1, B): "1.0", (2, B): "0.0"}
+    assert of_ranks == {label.format(*of): value for of, value in wanted.items()}
+    assert found['vllm:prompt_tokens_total{model_name="m",replica="ingress"}'] == "0.0"
 
 
 # -- options ---------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ class _Engine(Collector):
         for place, (accepted, drafted) in enumerate(zip(s.accepted_at, s.drafted_at, strict=True)):
             family_of.add_metric((self._model, str(place)), accepted / drafted if drafted else 0.0)
         yield family_of
+        waits = GaugeMetricFamily(
+            "polydraft:rank_plans_waiting", "What rank 0 has told a rank and that has not taken yet.", labels=(*LABELS, "rank")
+        )
+        for rank, count in enumerate(s.behind, 1):
+            waits.add_metric((self._model, str(rank)), count)
+        yield waits
 
     def _one(self, kind: Any, name: str, text: str, value: float) -> Metric:
         family = kind(name, text, labels=LABELS)

@@ -12,7 +12,7 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 6
+VERSION = 7
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
@@ -178,6 +178,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Tokens of admitted prompts that were looked up in the prefix cache."""
     prefix_hits: int
     """Of which so many were there."""
+    behind: list[int]
+    """Of each rank beside rank 0, messages that it has not taken yet."""
 
 
 Command = Start | Add | Abort | UpdateWeights | Sleep | WakeUp | AskStats | Stop

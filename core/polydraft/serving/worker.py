@@ -316,7 +316,7 @@ class Worker:
             preemptions=engine.scheduler.num_preemptions, step_s=self._step_s,
             host_gap_s=self._gap_s, idle_s=self._idle_s, uptime_s=time.monotonic() - self._begin, failure=engine.failure,
             device_busy_s=lanes.busy_s if lanes is not None else 0.0, prefix_queries=engine.scheduler.num_looked_up,
-            prefix_hits=ledger.num_hits,
+            prefix_hits=ledger.num_hits, behind=engine.behind,
         )  # fmt: skip
 
 

@@ -7,18 +7,29 @@ page, behind the comment that names the result.
 
     python bench/host_time.py --out bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
     python bench/host_time.py --read bench/results/host_time.json --plot docs/images/host_time.png --page docs/performance.md
+
+With `--tensor-parallel N`: what it takes rank 0 more than an engine that is one rank, on a backend that has ranks. Both are
+open at once and take turns in an order drawn by chance, so each turn has a difference.
+
+    python bench/host_time.py --tensor-parallel 2 --out bench/results/ranks_host_time.json --page docs/backends/cuda.md
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
+import random
+import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from polydraft.bench import report
-from polydraft.bench.suite import Suite
+from polydraft.bench.measure import Load
+from polydraft.bench.suite import Contender, Suite
 from polydraft.config import EngineConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -29,6 +40,14 @@ METHOD = (
     "the null backend, K = 3, all drafts accepted; Engine.step and poll without the time of the null kernels and copies; median "
     "over the steps in which every request has a round, of that the median over the repeats, as spread the smallest and the "
     "largest; by stage: median over the steps of a second, recorded run, whose clock reading is part of it; one warm-up run"
+)
+OF_RANKS = "bench/results/ranks_host_time.json"
+SHAPE = Path(__file__).parent / "shapes" / "small.json"
+METHOD_OF_RANKS = (
+    "one engine of one rank and one of several, both open, greedy requests of equal length, synthetic acceptance of 0.8, 0.75, "
+    "0.75; in each turn, behind one to warm up, a bare run of both, of whose rounds the time is, and a recorded one, of which "
+    "host time is: that of rank 0, without its waits; the two in an order drawn by chance; a run's figure is the median over the "
+    "steps in which every request has a round; of that median and quartiles over the turns, as those of the differences in a turn"
 )
 
 
@@ -41,6 +60,106 @@ def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
         rows += list(suite.run(lambda text: print(f"\r{text:<60}", end="", file=sys.stderr)))
     print(file=sys.stderr)
     return rows
+
+
+def measure_ranks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each number of drafts and batch."""
+    backend = {"backend": options.backend, "dtype": options.dtype, "prefix_cache": False}
+    chance = random.Random(0)
+    for drafts, batch in itertools.product(options.drafts, options.batch):
+        config = EngineConfig.from_mapping({**backend, "accept_schedule": (0.8, 0.75, 0.75)[:drafts]})
+        suite = Suite(config, options.shape, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
+        load, cells = Load(batch, options.prompt_tokens, options.new_tokens), list[Contender]()
+        try:
+            for ranks in (1, options.tensor_parallel):
+                cells.append(Contender(suite.engine(load, drafts, {"tensor_parallel": ranks}), load))
+            gc.collect()
+            gc.freeze()
+            for turn in range(options.repeats + 1):
+                for cell in chance.sample(cells, len(cells)):
+                    cell.measure(keep=turn > 0)
+            yield _row_of_ranks(options, *cells)
+        finally:
+            for cell in cells:
+                cell.engine.close()
+            gc.unfreeze()
+
+
+def _row_of_ranks(options: argparse.Namespace, alone: Contender, first: Contender) -> dict[str, Any]:
+    """What both took, and the difference, whole and by stage."""
+    more: dict[str, list[float]] = {"whole": _less(first.figures["host_us_per_step"], alone.figures["host_us_per_step"])}
+    more |= {stage: _less(values, alone.stages[stage]) for stage, values in first.stages.items() if stage != "wait"}
+    row, kept = (
+        first.row(options.shape),
+        ("shape", "weights", "backend", "device", "draft_tokens", "batch", "graph", "overlap", "dtype"),
+    )
+    return {
+        **{name: row[name] for name in kept},
+        "tensor_parallel": options.tensor_parallel,
+        "repeats": len(more["whole"]),
+        **{
+            f"{name}_by_ranks": {
+                str(ranks): [statistics.median(cell.figures[name]), *_quartiles(cell.figures[name])]
+                for ranks, cell in ((1, alone), (options.tensor_parallel, first))
+            }
+            for name in ("host_us_per_step", "ms_per_round")
+        },
+        "more_us": {stage: [statistics.median(values), *_quartiles(values)] for stage, values in more.items()},
+    }
+
+
+def _less(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one - other for one, other in zip(some, others, strict=True)]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    first, _, third = statistics.quantiles(values, n=4)
+    return first, third
+
+
+def table_of_ranks(rows: list[dict[str, Any]]) -> str:
+    """One line a row, in Markdown: host time of one rank, of rank 0 of several, and what that is more, whole and by stage."""
+    most = rows[0]["tensor_parallel"]
+    stages = [stage for stage in rows[0]["more_us"] if stage != "whole"]
+    heads = ["K", "batch", "one rank, us", f"rank 0 of {most}", "more", "its quartiles", *stages, "ms a round, one", f"of {most}"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        host, rounds, more = (row[name] for name in ("host_us_per_step_by_ranks", "ms_per_round_by_ranks", "more_us"))
+        whole, low, high = more["whole"]
+        cells = [str(row["draft_tokens"]), str(row["batch"]), *(f"{host[str(ranks)][0]:.0f}" for ranks in (1, most))]
+        cells += [f"{whole:+.0f}", f"{low:+.0f} to {high:+.0f}", *(f"{more[stage][0]:+.0f}" for stage in stages)]
+        cells += [f"{rounds[str(ranks)][0]:.3f}" for ranks in (1, most)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ranks_main(options: argparse.Namespace) -> None:
+    """Measure and print what several ranks cost the host."""
+    result = json.loads(options.read.read_text()) if options.read else _measured_ranks(options)
+    print(table_of_ranks(result["rows"]))
+    if options.page:
+        report.renew(options.page, OF_RANKS, table_of_ranks(result["rows"]))
+
+
+def _measured_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """The result, which is written row by row: a run that is cut short leaves what it has."""
+    result, rows = dict[str, Any](), list[dict[str, Any]]()
+    for row in measure_ranks(options):
+        rows.append(row)
+        result = report.document(rows, device=_device(options.backend), method=METHOD_OF_RANKS)
+        if options.out:
+            report.write(options.out, result)
+        print(table_of_ranks(rows).splitlines()[-1], file=sys.stderr, flush=True)
+    return result
+
+
+def _device(backend: str) -> str:
+    """By name where it is a GPU; "": the processor."""
+    if backend != "cuda":
+        return ""
+    from polydraft_cuda.device import device_name
+
+    return device_name(0)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -108,16 +227,31 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> None:
     """Run and print; fails where a step takes longer than asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=400)
+    several = parser.add_argument_group("several ranks")
+    several.add_argument("--tensor-parallel", type=int, default=1, help="ranks that are set beside one")
+    several.add_argument("--backend", default="cuda")
+    several.add_argument("--dtype", default="bf16")
+    several.add_argument("--shape", type=Path, default=SHAPE)
+    several.add_argument("--prompt-tokens", type=int, default=64)
+    several.add_argument("--batch", type=_numbers, default=(1, 8, 64), help="each in turn: 1,8,64")
+    several.add_argument("--drafts", type=_numbers, default=(0, 3), help="each in turn: 0,3")
     parser.add_argument("--read", type=Path, help="draw this result instead of measuring")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path, help="put the table into this page")
     args = parser.parse_args()
+    if args.tensor_parallel > 1:
+        ranks_main(args)
+        return
     if args.read:
         result = json.loads(args.read.read_text())
     else:

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ from polydraft_cuda.ranks import CHUNK, MeetingPlace, span
 from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_norm
 from tests.step.test_ranks_faults import run
-from tests.support import tiny
+from tests.support import letters, packed_models, tiny
 from tests.support.eagle3 import pair
 from tests.support.of_ranks import OPTIONS, asks
 from tests.support.runs import Ask, drive, essence
@@ -511,6 +511,80 @@ def test_so_are_those_of_a_reduced_vocabulary(model: str, tokens: int):
     options = {"draft_tokens": 3, "draft_vocab": f"{tiny.token_counts(vocab)}:{tokens}", "graph": "decode"}
     wanted = [dict(essence(one)) for one in served(1, model, **options)]
     assert [dict(essence(one)) for one in served(2, model, **options)] == wanted
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize(
+    ("proposer", "model", "graph"),
+    [
+        ("suffix", "narrow", "off"),
+        ("suffix", "narrow", "decode"),
+        ("ngram", "narrow", "decode"),
+        ("hybrid", "sparse-glm", "decode"),
+    ],
+)
+def test_what_rank_0_looks_up_reaches_the_other(proposer: str, model: str, graph: str):
+    options = {"proposer": proposer, "draft_tokens": 3, "graph": graph, "overlap": 1}
+    wanted = served(1, model, **options)
+    assert [dict(essence(one)) for one in served(2, model, **options)] == [dict(essence(one)) for one in wanted]
+    assert sum(sum(one.rounds) for one in wanted) > 5, "drafts are accepted"
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize("graph", ["off", "decode"])
+def test_so_do_masks_of_grammars(graph: str):
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    from tests.step.test_constraints import params, prompt_of
+
+    given = [Ask(prompt_of(name), params(name), arrival=4 * i) for i, name in enumerate(("regex", "sampled schema"))]
+    given.append(Ask((3, 4), SamplingParams(max_new_tokens=50, ignore_eos=True)))
+    options: dict[str, Any] = {
+        "model": letters.checkpoint(),
+        "backend": "cuda",
+        "dtype": "f32",
+        "invariant": True,
+        "graph": graph,
+    }
+    found = []
+    for ranks in (2, 1):
+        llm = LLM(**options, constraints=True, draft_tokens=3, max_num_seqs=4, overlap=1, tensor_parallel=ranks)
+        with closing(llm.engine) as running:
+            found.append([dict(essence(one)) for one in drive(running, given)])
+    assert found[0] == found[1]
+    assert [one["finish_reason"] for one in found[0]] == ["stop", "stop", "length"]
+
+
+@on_a_gpu
+@on_two
+@pytest.mark.parametrize(
+    ("family", "layout", "options"),
+    [
+        ("mimo", "", {"weights": "int8"}), ("mimo", "", {"weights": "int4"}), ("glm4-moe", "", {"weights": "fp8"}),
+        ("glm4-moe", "", {"weights": "int4", "expert_parallel": True}), ("mimo", "awq", {}), ("glm4-moe", "ct-int4-zeros", {}),
+    ],
+)  # fmt: skip
+def test_packed_matrices_are_shared_out(family: str, layout: str, options: dict[str, Any]):
+    """Packed when they are loaded, and stored so; new weights as well."""
+    config: dict[str, Any] = {
+        "backend": "cuda",
+        "dtype": "f32",
+        "max_num_seqs": 3,
+        "graph": "decode",
+        "draft_tokens": 3,
+        **options,
+    }
+    model, moved = (packed_models.checkpoint(family, layout, seed) for seed in range(2))
+    prompts, params = [list(one) for one in PROMPTS], SamplingParams(max_new_tokens=20, ignore_eos=True)
+    found = []
+    for ranks in (2, 1):
+        config["expert_parallel"] = ranks > 1 and options.get("expert_parallel", False)
+        with closing(LLM(model=str(model), **config, tensor_parallel=ranks)) as llm:
+            first = llm.generate(prompts, params)
+            llm.engine.update_weights(moved)
+            found.append([(one.token_ids, one.rounds) for one in (*first, *llm.generate(prompts, params))])
+    assert found[0] == found[1]
 
 
 @on_a_gpu

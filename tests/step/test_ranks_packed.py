@@ -3,7 +3,6 @@ texts are the same; where a rank's would begin in the middle of what is packed t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams
-from polydraft.conformance.oracle.checkpoints import tensor_shapes
 from polydraft.contracts.packing import PACKINGS, pack, unpacked
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
@@ -21,35 +19,11 @@ from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among
 from tests.support.of_ranks import served, split
-from tests.support.published_packings import PUBLISHED, packed
+from tests.support.packed_models import WIDE, checkpoint
+from tests.support.published_packings import PUBLISHED
 from tests.support.runs import essence
-from tools import make_checkpoint
 
-WIDE: dict[str, dict[str, Any]] = {
-    "mimo": {**make_checkpoint.FAMILIES["mimo"], "hidden_size": 64, "head_dim": 16, "intermediate_size": 128},
-    "glm4-moe": {**make_checkpoint.FAMILIES["glm4-moe"], "hidden_size": 64, "head_dim": 16, "intermediate_size": 128,
-                 "moe_intermediate_size": 64},
-}  # fmt: skip
-"""Two ranks have inputs in whole groups of 32."""
 PROMPTS = [[5, 9, 11, 4], [7] * 9, [3, 8, 3, 8, 3, 8, 3]]
-Made = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A checkpoint of a family of `WIDE`, as a layout has it, or of floats ("")."""
-    known: dict[Any, Path] = {}
-
-    def make(family: str, layout: str = "", seed: int = 0) -> Path:
-        if (family, layout, seed) not in known:
-            config, rng = WIDE[family], np.random.default_rng(seed)
-            tensors: Any = make_checkpoint.draw(tensor_shapes(config), config, rng, embedding_first=family != "mimo")
-            if layout:
-                tensors, config, _ = packed(tensors, config, PUBLISHED[layout])
-            known[family, layout, seed] = make_checkpoint.write(tmp_path_factory.mktemp(family) / "model", config, tensors)
-        return known[family, layout, seed]
-
-    return make
 
 
 def opened(model: Path, ranks: int, **options: Any) -> Any:
@@ -74,8 +48,8 @@ def test_a_share_stands_for_that_part_of_the_whole(name: str, ranks: int):
     """Of all matrices, with stacks and padding; a block of 128 takes a matrix of its own."""
     packing, rng, found = PACKINGS[name], np.random.default_rng(ranks), list[bool]()
     for model, whole_experts in (("narrow", False), ("sparse-glm", False), ("sparse-glm", True), ("with-biases", False)):
-        with Checkpoint(tiny.checkpoint(model)) as checkpoint:
-            description, _ = FamilyRegistry().describe(checkpoint)
+        with Checkpoint(tiny.checkpoint(model)) as stored:
+            description, _ = FamilyRegistry().describe(stored)
         try:
             share = of_ranks(description, ranks, whole_experts=whole_experts)
         except CapabilityError:
@@ -96,8 +70,8 @@ def test_a_share_stands_for_that_part_of_the_whole(name: str, ranks: int):
 
 
 def test_what_is_packed_together_is_cut_at_its_borders_alone():
-    with Checkpoint(tiny.checkpoint("narrow")) as checkpoint:
-        description, _ = FamilyRegistry().describe(checkpoint)
+    with Checkpoint(tiny.checkpoint("narrow")) as stored:
+        description, _ = FamilyRegistry().describe(stored)
     kept = shares_of(description, of_ranks(description, 2), 1)["layers.0.o"]
     assert kept is not None
     assert kept.axis == 1
@@ -126,36 +100,36 @@ WAYS = [("mimo", "int4", {}), ("glm4-moe", "int4", {"expert_parallel": True}), (
 
 
 @pytest.mark.parametrize(("family", "weights", "options"), among([], WAYS))
-def test_groups_of_inputs(made: Made, family: str, weights: str, options: dict[str, Any]):
-    with opened(made(family), 2, weights=weights, **options) as llm:
-        assert texts(llm) == of_one(made(family), weights=weights)
-        llm.engine.update_weights(made(family, seed=1))
-        assert texts(llm) == of_one(made(family, seed=1), weights=weights)
+def test_groups_of_inputs(family: str, weights: str, options: dict[str, Any]):
+    with opened(checkpoint(family), 2, weights=weights, **options) as llm:
+        assert texts(llm) == of_one(checkpoint(family), weights=weights)
+        llm.engine.update_weights(checkpoint(family, seed=1))
+        assert texts(llm) == of_one(checkpoint(family, seed=1), weights=weights)
 
 
 STORED = [(family, layout) for family in WIDE for layout, one in PUBLISHED.items() if not one.packing.endswith("-a8")]
 
 
 @pytest.mark.parametrize(("family", "layout"), among([("mimo", "awq")], STORED))
-def test_matrices_that_are_stored_packed(made: Made, family: str, layout: str):
+def test_matrices_that_are_stored_packed(family: str, layout: str):
     """Those of "gptq-desc-act" cannot be had packed, and are shared out as floats. New ones are given to both ranks."""
-    with opened(made(family, layout), 2) as llm:
-        assert texts(llm) == of_one(made(family, layout))
-        with Checkpoint(made(family, layout, 1)) as checkpoint:
-            arrays = {name: checkpoint.stored(name) for name in checkpoint.names()}
-            llm.engine.update_weights(checkpoint.path)
+    with opened(checkpoint(family, layout), 2) as llm:
+        assert texts(llm) == of_one(checkpoint(family, layout))
+        with Checkpoint(checkpoint(family, layout, 1)) as moved:
+            arrays = {name: moved.stored(name) for name in moved.names()}
+            llm.engine.update_weights(moved.path)
             after = texts(llm)
-            llm.engine.update_weights(made(family, layout))
+            llm.engine.update_weights(checkpoint(family, layout))
             llm.engine.update_weights(arrays)
-            assert texts(llm) == after == of_one(checkpoint.path)
+            assert texts(llm) == after == of_one(moved.path)
 
 
 @needs_kernels
 @pytest.mark.parametrize(("family", "layout"), among([], STORED))
-def test_processes(made: Made, family: str, layout: str):
+def test_processes(family: str, layout: str):
     on_cpu = {"backend": "cpu", "device": "cpu?threads=1"}
-    with opened(made(family, layout), 2, expert_parallel=family != "mimo", **on_cpu) as llm:
-        assert texts(llm) == of_one(made(family, layout), **on_cpu)
+    with opened(checkpoint(family, layout), 2, expert_parallel=family != "mimo", **on_cpu) as llm:
+        assert texts(llm) == of_one(checkpoint(family, layout), **on_cpu)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
@@ -180,18 +154,18 @@ def test_what_cannot_be_packed_and_shared_out_is_refused(weights: str, said: str
     ],
 )
 def test_what_is_stored_otherwise_is_refused_before_it_is_read(
-    made: Made, layout: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(OfRank, "__getitem__", lambda *_: pytest.fail("it was read"))
-    with pytest.raises(CapabilityError, match=said), opened(made("mimo", layout), 2, **options):
+    with pytest.raises(CapabilityError, match=said), opened(checkpoint("mimo", layout), 2, **options):
         pass
 
 
-def test_a_share_of_what_is_stored_is_what_one_device_has(made: Made):
+def test_a_share_of_what_is_stored_is_what_one_device_has():
     """To the bit, parts that lie below one another among them."""
-    with Checkpoint(made("glm4-moe", "ct-int4-zeros")) as checkpoint:
-        description, table = FamilyRegistry().describe(checkpoint)
-        weights = load_weights(checkpoint, description, table)
+    with Checkpoint(checkpoint("glm4-moe", "ct-int4-zeros")) as stored:
+        description, table = FamilyRegistry().describe(stored)
+        weights = load_weights(stored, description, table)
         share, names = of_ranks(description, 2), list(weights.packings)
         kept = [OfRank(weights, shares_of(description, share, rank)) for rank in range(2)]
         for name in names:

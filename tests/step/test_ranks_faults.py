@@ -412,7 +412,7 @@ class Full:
 
 
 @NATIVE
-@pytest.mark.parametrize("left", [0, 4096], ids=["to meet in", "for what launches bring"])
+@pytest.mark.parametrize("left", [0, Exchange.nbytes(2, 0)], ids=["to meet in", "for what launches bring"])
 def test_full_shared_memory_is_said_before_anything_is_written(left: int, monkeypatch: pytest.MonkeyPatch):
     """And not by a signal in the middle of a step."""
     monkeypatch.setattr(os, "posix_fallocate", Full(left).allocate)

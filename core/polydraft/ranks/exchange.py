@@ -7,6 +7,8 @@ collective is an error on all of them and never a wrong sum; one that does not c
 What a rank brings stays readable until it comes for the next collective but one: there are two slots a rank, taken in turn, and
 who comes for the next has read all of this one.
 
+The region also has a mailbox for each rank (`mailbox.py`), for what rank 0 tells it.
+
 Between processes the region is a file that lies in memory. What of it is used has its memory before it is written: a process that
 writes where there is none left is ended by a signal.
 """

@@ -22,7 +22,7 @@ KERNELS = """
 import json, sys
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.harness import check_kernel
-from polydraft.contracts import REGISTRY
+from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft_paddle import open_place, polydraft_init_forward_meta as init_meta, polydraft_kernels
 spec, seeds, products, *dtypes = sys.argv[1:]
@@ -31,8 +31,9 @@ for act in dtypes:
     device = open_place(spec, DeviceOptions(dtype=act))
     table = polydraft_kernels(device)
     for name in table.providers:
-        for case in default_cases(REGISTRY[name], int(seeds)) if int(seeds) else REGISTRY[name].cases():
-            outcome = check_kernel(REGISTRY[name], case, device, table, act=act, init_meta=init_meta, products=products)
+        kernel = COMPOSITES.get(name) or REGISTRY[name]
+        for case in default_cases(kernel, int(seeds)) if int(seeds) else kernel.cases():
+            outcome = check_kernel(kernel, case, device, table, act=act, init_meta=init_meta, products=products)
             wrong += [] if outcome.ok else [outcome.describe()]
     device.close()
 print(json.dumps(wrong))

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from polydraft_paddle.installation import has_graphs
 
+from tests.support import progress
+
 SITE = importlib.util.find_spec("paddle")
 HAS_PADDLE = SITE is not None
 HAS_DEVICE = SITE is not None and (Path(str(SITE.origin)).parents[1] / "paddle_custom_device" / "libpaddle-polyemu.so").exists()
@@ -31,9 +33,9 @@ needs_graphs = pytest.mark.skipif(not HAS_GRAPHS, reason="no graphs: Paddle 3.3 
 
 
 def polydraft(
-    *arguments: str, timeout: float = 110, environment: Mapping[str, str] = os.environ
+    *arguments: str, timeout: float = 0, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, on one thread."""
+    """Run the command in a process of its own, on one thread, for at most `timeout` seconds (`script`)."""
     code = "import sys; from polydraft.cli import main; sys.exit(main(sys.argv[1:]))"
     return script(code, *arguments, timeout=timeout, environment=environment)
 
@@ -47,10 +49,12 @@ def answer(*arguments: str, environment: Mapping[str, str] = os.environ) -> dict
 
 
 def script(
-    code: str, *arguments: str, timeout: float = 110, environment: Mapping[str, str] = os.environ
+    code: str, *arguments: str, timeout: float = 0, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, on one thread, with `environment` added to its own."""
+    """Run Python code in a process of its own, on one thread, with `environment` added to its own, for at most `timeout` seconds;
+    0: nine tenths of what this session lets a test take, since `make deep` gives a busy machine time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    timeout = timeout or 0.9 * progress.timeout_s()
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )

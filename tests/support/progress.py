@@ -1,7 +1,7 @@
 """Shows the progress of tests that take minutes: a line on standard error now and then, past pytest's capture of output.
 
 Tests marked `deep` call `Progress`; the session passes it pytest's configuration when it begins. It does not change what a test
-does, and prints nothing in tests that end soon.
+does, and prints nothing in tests that end soon. `timeout_s` says how long this session lets a test take.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import Any
 
 session: Any = None
 """pytest's configuration of the running session."""
+
+
+def timeout_s() -> float:
+    """Seconds that a test of the running session may take, unless it says otherwise itself."""
+    return float(session.getoption("timeout") or session.getini("timeout"))
 
 
 class Progress:

@@ -32,6 +32,7 @@ from polydraft_cuda.device import CudaBuffer, CudaDevice
 from polydraft_cuda.interop import adopt
 from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.provider import source
+from tests.support.gpus import on_two
 from tests.support.near_ties import divergences
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(300)]
@@ -362,15 +363,18 @@ CLOSE = {"bf16": 0.2, "f16": 0.03}
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-def test_in_few_bits_texts_part_from_the_exact_ones_at_near_ties_alone(dtype: str, record_property: Callable[..., None]):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=on_two)])
+def test_in_few_bits_texts_part_from_the_exact_ones_at_near_ties_alone(
+    ranks: int, dtype: str, record_property: Callable[..., None]
+):
     """Every divergence is looked at: how far apart the recomputing oracle has the two choices."""
     model, prompts = OracleModel.from_dir(demo_model_path()), MANY[::8]
-    llm = LLM(backend="cuda", dtype=dtype, draft_tokens=3, max_num_seqs=8)
+    llm = LLM(backend="cuda", dtype=dtype, draft_tokens=3, max_num_seqs=8, tensor_parallel=ranks)
     outputs = llm.generate(prompts, [SamplingParams(max_new_tokens=40, ignore_eos=True)] * len(prompts))
     llm.engine.close()
     found = [part for o in outputs for part in divergences(model, o.prompt_ids, o.token_ids, o.rounds, 3)]
     gaps = {what: sorted(round(part.gap, 4) for part in found if part.what == what) for what in ("token", "draft")}
-    record_property("near_ties", f"{dtype}: {len(outputs)} texts, gaps {gaps}")
+    record_property("near_ties", f"{dtype}, {ranks} ranks: {len(outputs)} texts, gaps {gaps}")
     assert all(part.gap < CLOSE[dtype] for part in found), gaps
     assert len(found) < len(outputs), "few texts part at all"
 

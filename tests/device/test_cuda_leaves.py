@@ -27,18 +27,17 @@ from polydraft.device import Array
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft_cuda.kernels import experts, kernels, linear
 from polydraft_cuda.kernels.provider import CudaProvider
-from polydraft_cuda.probe import look
 from polydraft_cuda.program_pass import KERNELS, CudaPass
 from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice
 from tests.step.test_ranks_bits import bits, tokens
 from tests.support import tiny
+from tests.support.gpus import on_two
 from tests.support.of_ranks import OPTIONS, asks
 from tests.support.runs import drive
 
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
-on_two = pytest.mark.skipif(len(look().devices) < 2, reason="needs two GPUs that reach each other's memory")
 LIMITS = Limits(64, 3, 512, 256, 1024, 16, 64, 64, 4, 151680)
 CHECKS = {check.id.rpartition("/")[2]: check for check in checks()}
 HALVES = ("bf16", "f16")

@@ -48,13 +48,13 @@ from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_
 from tests.step.test_ranks_faults import run
 from tests.support import letters, packed_models, tiny
 from tests.support.eagle3 import pair
+from tests.support.gpus import on_two
 from tests.support.of_ranks import OPTIONS, asks
 from tests.support.runs import Ask, drive, essence
 
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
 LIMITS = Limits(64, 3, 512, 256, 1024, 16, 64, 64, 4, 151680)
-on_two = pytest.mark.skipif(len(look().devices) < 2, reason="needs two GPUs that reach each other's memory")
 
 
 # -- on paper -----------------------------------------------------------------------------------------

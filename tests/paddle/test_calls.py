@@ -41,19 +41,20 @@ llm.engine.close()
 @pytest.mark.parametrize(
     ("device", "without", "most"),
     [
-        ("polyemu:0", (), 962),
-        deep(("polyemu:0", ("attend",), 1071)),  # as on a place that has no operation for attention
-        deep(("polyemu:0?ops=xpu3", (), 1076)),  # whose list has no norm of a sum, and no product with a bias into a buffer
+        ("polyemu:0", (), 827),
+        deep(("polyemu:0", ("attend",), 979)),  # as on a place that has no operation for attention
+        deep(("polyemu:0?ops=xpu3", (), 957)),  # whose list has no norm of a sum, and no product with a bias into a buffer
     ],
 )
 def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: str, without: tuple[str, ...], most: int):
     """6,784 before kernels wrote where results belong and rows were laid out once a pass, 2,031 before heads were turned by one
-    gather and state was computed slot by slot, 1,371 before rotation, attention and the norm of a sum were one operation each."""
+    gather and state was computed slot by slot, 1,371 before rotation, attention and the norm of a sum were one operation each,
+    962 before tables had a row behind them for what is looked up or written nowhere."""
     shape = {"num_hidden_layers": BLOCKS, "num_attention_heads": 8}
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
     run = script(COUNT, str(model), device, *without)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert 800 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)
+    assert 700 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)
 
 
 PLAIN = """

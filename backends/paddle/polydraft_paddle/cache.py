@@ -1,10 +1,12 @@
-"""Memory of one layer's KV rows: keys and values of all blocks, and two rows behind each that no block has.
+"""Memory of one layer's KV rows: keys and values of all blocks, and rows around them that no block has.
 
 `table.py` allocates caches; quantised ones are in `kernels/kv_quant.py`. The layouts of a pass (`row_layout.py`,
 `host_layout.py`) say where in them rows go and are read. Nothing here computes.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -15,30 +17,47 @@ from polydraft_paddle.ops import Tensor
 
 BEHIND = 2
 """Rows behind the blocks of a half: one of zeros, which is never written, and one that takes what goes nowhere."""
+FRONT = 1
+"""Rows in front of all. On a device of its own a key or value without a place has a negative one, and a maximum leads it to
+the row in front of its half."""
 FILLED = 4096
 """Rows of a fresh cache that are filled in one copy."""
 
 
+class Spread(NamedTuple):
+    """The pieces that a row of rotated heads goes to, counted from its place in the cache.
+
+    They are those of the whole memory. `pieces` int32 [1, others + 2 * units, width]: `others` that go nowhere, then those of key
+    and value, each as often as it has elements. `least` int32 [1, others + 2 * units, 1]: what they are at least."""
+
+    pieces: Tensor
+    least: Tensor
+
+
+_SPREAD: dict[tuple[Any, ...], Spread] = {}
+
+
 class CacheRows:
     """`rows` [2 * half, width]: keys and, from row `half` on, values, each with `BEHIND` rows behind those of all blocks, of
-    which `k` and `v` are views. A row is written and read as `units` pieces of equal width; the place of a row is the number of
-    its first piece within its half."""
+    which `k` and `v` are views. `whole` has `FRONT` rows before these. A row is written and read as `units` pieces of equal
+    width; the place of a row is the number of its first piece within its half."""
 
-    __slots__ = ("half", "k", "pieces", "rows", "spec", "units", "v")
+    __slots__ = ("half", "k", "pieces", "rows", "spec", "units", "v", "whole")
 
-    def __init__(self, spec: CacheSpec, rows: Tensor, *, units: int, fresh: float, zero: float) -> None:
-        """Fill every row with `fresh`, and the rows of zeros with `zero`, which stands for it. Synchronous."""
-        self.spec, self.rows, self.units = spec, rows, units
+    def __init__(self, spec: CacheSpec, whole: Tensor, *, units: int, fresh: float, zero: float) -> None:
+        """Fill every row of `whole` [FRONT + 2 * half, width] with `fresh`, and the rows of zeros with `zero`, which stands for
+        it. Synchronous."""
+        rows = whole[FRONT:]
+        self.spec, self.whole, self.rows, self.units = spec, whole, rows, units
         self.half: int = rows.shape[0] // 2
         length = self.half - BEHIND
         self.k, self.v = rows[:length], rows[self.half : self.half + length]
-        pieces = np.arange(2, dtype=np.int32)[:, None] * (self.half * units) + np.arange(units, dtype=np.int32)
-        self.pieces: Tensor = paddle.to_tensor(pieces, place=rows.place)
-        """Those of the first key and of the first value, int32 [2, units]."""
-        shape, dtype = (min(FILLED, rows.shape[0]), rows.shape[1]), np.int32 if rows.dtype == paddle.int32 else np.float32
+        self.pieces: Tensor = paddle.to_tensor(self.first_pieces(), place=rows.place)
+        """`first_pieces`."""
+        shape, dtype = (min(FILLED, whole.shape[0]), rows.shape[1]), np.int32 if rows.dtype == paddle.int32 else np.float32
         filled = paddle.to_tensor(np.full(shape, fresh, dtype), place=rows.place).astype(rows.dtype)
-        for first in range(0, rows.shape[0], FILLED):  # uploaded, because Paddle's fill operations refuse NaN
-            some = rows[first : first + FILLED]
+        for first in range(0, whole.shape[0], FILLED):  # uploaded, because Paddle's fill operations refuse NaN
+            some = whole[first : first + FILLED]
             some.copy_(filled[: some.shape[0]], False)
         zeros = paddle.to_tensor(np.full((1, shape[1]), zero, dtype), place=rows.place).astype(rows.dtype)
         for first in (length, self.half + length):
@@ -49,10 +68,22 @@ class CacheRows:
         """Place of the row of zeros."""
         return (self.half - BEHIND) * self.units
 
-    @property
-    def nowhere(self) -> int:
-        """Place of the row that takes what goes nowhere."""
-        return (self.half - 1) * self.units
+    def spread(self, others: int = 0) -> Spread:
+        """Where a row of `others` heads, keys and values goes. Caches of one shape on one place share it."""
+        width, place = self.rows.shape[1] // self.units, self.rows.place
+        key = self.half, self.units, width, others, str(place)
+        if key not in _SPREAD:
+            own = self.first_pieces().reshape(-1)
+            pieces = np.concatenate([np.full(others, -self.half * self.units, np.int32), own + FRONT * self.units])
+            least = np.concatenate([np.zeros(others, np.int32), own])
+            spread = np.repeat(pieces[None, :, None], width, 2), least[None, :, None]
+            _SPREAD[key] = Spread(*(paddle.to_tensor(values, place=place) for values in spread))
+        return _SPREAD[key]
+
+    def first_pieces(self) -> Array:
+        """Those of the first key and of the first value, int32 [2, units]."""
+        first: Array = np.arange(2, dtype=np.int32)[:, None] * (self.half * self.units) + np.arange(self.units, dtype=np.int32)
+        return first
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +100,8 @@ class PaddleCache(CacheRows):
 
     __slots__ = ()
 
-    def __init__(self, spec: CacheSpec, rows: Tensor) -> None:
-        super().__init__(spec, rows, units=spec.num_kv_heads, fresh=np.nan, zero=0.0)
+    def __init__(self, spec: CacheSpec, whole: Tensor) -> None:
+        super().__init__(spec, whole, units=spec.num_kv_heads, fresh=np.nan, zero=0.0)
 
     def stored(self, values: Tensor) -> Tensor:
         """`values` [n, num_kv_heads * head_dim] as rows are kept."""

@@ -27,6 +27,8 @@ from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
 
+BEHIND = {("f32", 2): 0, ("f16", 2): 0, ("bf16", 2): 0, ("i32", 2): -1, ("i32", 1): 0}
+"""What the row behind memory holds, by dtype and number of axes: zeros, and of tables of int32 what is no token and no block."""
 CONVERTED = 1 << 26
 """Bytes of a weight that are on the device at a time in another dtype than it is kept in."""
 
@@ -144,7 +146,7 @@ class PaddleDevice:
         size = math.prod(shape) * DTYPES[dtype].itemsize
         use(self.spec)
         try:
-            tensor = paddle.empty(list(shape), dtype=PADDLE_DTYPES[dtype])
+            tensor = self._table(list(shape), dtype)
         except FAILURES as error:
             if missing_kernel(error):
                 raise device_error(self.spec, error, name) from error
@@ -155,6 +157,17 @@ class PaddleDevice:
         self.counters.allocations += 1
         self.counters.bytes_allocated += size
         return PaddleBuffer(name, tensor, dtype)
+
+    def _table(self, shape: list[int], dtype: str) -> Tensor:
+        """Memory of this shape, and a row behind it where kernels look for one: its tensor is then `and_behind` of the result."""
+        behind = BEHIND.get((dtype, len(shape)))
+        if behind is None:
+            return paddle.empty(shape, PADDLE_DTYPES[dtype])
+        both = paddle.empty([shape[0] + 1, *shape[1:]], PADDLE_DTYPES[dtype])
+        table, row = both[: shape[0]], both[shape[0] :]
+        self._fill(row, np.full([1, *shape[1:]], behind, np.int32 if dtype == "i32" else np.float32))
+        table.and_behind = both
+        return table
 
     def staging(self, name: str, shape: Sequence[int], dtype: str) -> PaddleStaging:
         """Allocate host memory that Paddle and NumPy both see, page-locked where the place's package offers that."""

@@ -87,6 +87,15 @@ def _keeps_nan_and_small_weights(row: Tensor) -> bool:
     return bool(np.allclose(found[0], [1.0, np.exp(-80.0), 0.0], rtol=1e-2, atol=0.0) and np.isnan(found[1]).all())
 
 
+def _finds_the_first(row: Tensor) -> bool:
+    """Of equal numbers, however far apart, in one row and in several."""
+    equal = np.zeros((2, 3 << 16), np.float32)
+    equal[1, [70_000, 70_001, 190_000]] = 1.0
+    rows = paddle.to_tensor(equal, place=row.place)
+    found = [some.argmax(axis=1, dtype="int32").numpy().tolist() for some in (rows, rows[1:])]
+    return found == [[0, 70_000], [70_000]]
+
+
 def _rotates(row: Tensor) -> bool:
     out, (first, second) = paddle.zeros_like(row), np.split(ROW, 2, axis=1)
     rotate_into(out, row, row, row, interleaved=False)
@@ -112,6 +121,7 @@ TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
     "norm": lambda row: direct.norm(row, -1, 1e-6, False),
     "swiglu": lambda row: direct.swiglu(row, None),
     "softmax": _keeps_nan_and_small_weights,
+    "argmax": _finds_the_first,
     "logsumexp": lambda row: direct.logsumexp(row, [-1], True, False),
     "linear": lambda row: direct.linear_v2(row, row, row[0, :1], True),
     "rotate": _rotates,

@@ -210,6 +210,13 @@ def flat(table: Tensor) -> Tensor:
     return direct.view_shape(table, [-1])
 
 
+def and_behind(table: Tensor) -> Tensor:
+    """A buffer or weight and the row that lies behind it (`PaddleDevice.empty`), for whoever looks up none of its rows: zeros,
+    and NO_TOKEN and NO_BLOCK in a table of int32. Drafts and tokens that go nowhere are written there, where nobody looks them
+    up: tokens to the last place, since the first one is looked up."""
+    return table.and_behind
+
+
 def at(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`; a negative index reads row 0, which the caller masks."""
     return take(table, clamp(index))
@@ -273,11 +280,22 @@ def as_int(condition: Tensor) -> Tensor:
 def first_where(condition: Tensor) -> Tensor:
     """Place along the last axis of the first element that holds, int32; the size of the axis where none does. By a maximum,
     because not every place has one of int32 the other way round, nor says which of equal maxima its `argmax` finds."""
+    return condition.shape[-1] - direct.max(_behind(condition), [-1], False)
+
+
+def first_of(condition: Tensor) -> Tensor:
+    """The same where one does, and any place where none does: those that hold have different numbers, of which every `argmax`
+    finds the greatest."""
+    return _behind(condition).argmax(axis=-1, dtype="int32")
+
+
+def _behind(condition: Tensor) -> Tensor:
+    """Of elements that hold how many places of the last axis there are from each on, 0 of the others; int32."""
     key = condition.shape[-1], condition.place
     behind = _BEHIND.get(key)
     if behind is None:
         behind = _BEHIND[key] = key[0] - numbers(key[0], condition)
-    return key[0] - direct.max(direct.multiply(as_int(condition), behind), [-1], False)
+    return direct.multiply(as_int(condition), behind)
 
 
 _BEHIND: dict[tuple[int, Any], Tensor] = {}

@@ -11,17 +11,16 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polydraft_paddle.cache import CacheRows
+from polydraft_paddle.cache import CacheRows, Spread
 from polydraft_paddle.ops import (
     KEPT,
     Tensor,
+    and_behind,
     both,
     carried,
     choose,
-    clamp,
     constant,
     direct,
-    full,
     multiples,
     number,
     numbers,
@@ -63,23 +62,11 @@ class Places(NamedTuple):
 class Angles:
     """Whole heads of qkv, as they lie, and how far each turns.
 
-    `sin` and `cos` [max_len + 1, D] float32: by position, of each element of a head; the last row leaves a head as it is. The
-    last `kv_heads` of the `heads` of a row of qkv, those of v, take that."""
+    `sin` and `cos` [max_len + 1, D] float32: by position, of each element of a head; the last row leaves a head as it is. `least`
+    int32 [1, heads]: the first of these rows that a head of a row of qkv may take: the last one for those of v."""
 
-    def __init__(self, sin: Tensor, cos: Tensor, heads: int, kv_heads: int) -> None:
-        self.sin, self.cos, self._heads, self._kv_heads = sin, cos, heads, kv_heads
-        self._kept: dict[int, Tensor] = {}
-
-    def rows(self, n: int) -> Tensor:
-        """Which of n rows and of one that does not turn each head of n rows is, int32 [n * heads]."""
-        if n not in self._kept:
-            of_qk = direct.unsqueeze(numbers(n, self.sin), [1]).expand([n, self._heads - self._kv_heads])
-            still = constant(n, of_qk[:, : self._kv_heads])
-            found = direct.reshape(direct.concat([of_qk, still], 1), [-1])
-            if found.size > KEPT:
-                return found
-            self._kept[n] = found
-        return self._kept[n]
+    def __init__(self, sin: Tensor, cos: Tensor, least: Tensor) -> None:
+        self.sin, self.cos, self.least = sin, cos, least
 
 
 class Turns:
@@ -128,6 +115,8 @@ class RowLayout:
         self._slots, self._table, self._size = row_slot, block_table, block_size
         self._positions = positions
         self._found: dict[tuple[Any, ...], Any] = {}
+        self.rotated: Tensor | None = None
+        """Where the layer at hand has put its queries: there rows that carry nothing are zero."""
 
     @classmethod
     def of(cls, a: Any, n: int) -> RowLayout:
@@ -164,8 +153,7 @@ class RowLayout:
         """Sines and cosines of each head of the rows, [n * heads, D] float32 each."""
         key = id(angles), "angles"
         if key not in self._found:
-            still = constant(angles.sin.shape[0] - 1, self.positions[:1])
-            of = take(direct.concat([self.positions, still], 0), angles.rows(self._slots.shape[0]))
+            of = direct.reshape(direct.maximum(direct.unsqueeze(self.positions, [1]), angles.least), [-1])
             self._found[key] = take(angles.sin, of), take(angles.cos, of)
         found: tuple[Tensor, Tensor] = self._found[key]
         return found
@@ -184,34 +172,32 @@ class RowLayout:
     # -- places ------------------------------------------------------------------------------------
     def _places(self, units: int) -> Tensor:
         """Places of the keys of each row's slot in a cache that is read in so many pieces a row, int32 [n, C]; negative where no
-        block is granted."""
+        block is granted, and of rows that carry nothing."""
         key = "places", units
         if key not in self._found:
-            blocks = direct.multiply(take(self._table, clamp(self._slots)), number(self._size * units, self._slots))
+            slots = choose(self._carries, self._slots, self._table.shape[0])
+            blocks = direct.multiply(take(and_behind(self._table), slots), number(self._size * units, self._slots))
             within = multiples(self._size, units, blocks)
             places = direct.add(direct.unsqueeze(blocks, [2]), within)
             self._found[key] = direct.reshape(places, [self._slots.shape[0], self._table.shape[1] * self._size])
         found: Tensor = self._found[key]
         return found
 
-    def destinations(self, cache: CacheRows, others: int = 0) -> Tensor:
-        """The pieces of `cache` that keys and values of each row go to: int32 [n * (others + 2 * U), width]. Those of the key are
-        before those of the value, and in front of them are `others` that go nowhere."""
-        width = cache.rows.shape[1] // cache.units
-        key = "to", cache.half, cache.units, width, others
+    def destinations(self, cache: CacheRows, spread: Spread) -> Tensor:
+        """The pieces of `cache.whole` that keys and values of each row go to: int32 [n * (others + 2 * U), width]. Those of the
+        key are before those of the value, and in front of them are the others of `spread`, which go nowhere."""
+        key = "to", id(spread)
         if key not in self._found:
-            pieces = direct.add(direct.unsqueeze(self._destination(cache), [1]), direct.reshape(cache.pieces, [1, -1]))
-            if others:
-                pieces = direct.concat([full([pieces.shape[0], others], cache.nowhere, pieces), pieces], 1)
-            self._found[key] = direct.reshape(pieces, [-1, 1]).expand([pieces.size, width])
+            pieces = direct.add(direct.unsqueeze(self._destination(cache), [1, 2]), spread.pieces)
+            pieces = direct.maximum(pieces, spread.least)
+            self._found[key] = direct.reshape(pieces, [-1, pieces.shape[2]])
         found: Tensor = self._found[key]
         return found
 
     def _destination(self, cache: CacheRows) -> Tensor:
-        """The place in `cache` that each row goes to, int32 [n]."""
+        """The place in `cache` that each row goes to, int32 [n]; negative where it goes nowhere."""
         n, context = (places := self._places(cache.units)).shape
-        own = take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
-        return choose(carried(direct.minimum(own, self._slots)), own, cache.nowhere)
+        return take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
 
     # -- attention ---------------------------------------------------------------------------------
     def keys(self, cache: CacheRows, row_bytes: int, heads: tuple[int, int], reach: int) -> list[Keys]:

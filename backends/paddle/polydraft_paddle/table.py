@@ -12,7 +12,7 @@ from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
 from polydraft.device import Array
 from polydraft.errors import ContractError
-from polydraft_paddle.cache import BEHIND, PaddleCache
+from polydraft_paddle.cache import BEHIND, FRONT, PaddleCache
 from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
 from polydraft_paddle.ops import Tensor
 from polydraft_paddle.provider import Kernel, PaddleProvider, refused
@@ -82,7 +82,7 @@ class PaddleTable:
             cache: Cache = self._device.guest.allocate_cache(spec)
             return cache
         width = words(spec) if spec.kv else spec.num_kv_heads * spec.head_dim
-        shape = 2 * (spec.num_blocks * spec.block_size + BEHIND), width
-        rows = self._device.empty("cache", shape, "i32" if spec.kv else spec.dtype).tensor
+        shape = FRONT + 2 * (spec.num_blocks * spec.block_size + BEHIND), width
+        whole = self._device.empty("cache", shape, "i32" if spec.kv else spec.dtype).tensor
         with refused(self._device.spec, "the KV cache"):
-            return QuantisedCache(spec, rows) if spec.kv else PaddleCache(spec, rows)
+            return QuantisedCache(spec, whole) if spec.kv else PaddleCache(spec, whole)

@@ -19,7 +19,7 @@ from polydraft.device import Array
 from polydraft_paddle import fused
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, at, carried, choose, constant, direct, in_place, into, into_as, part, put, take
+from polydraft_paddle.ops import Tensor, and_behind, carried, choose, constant, direct, in_place, into, into_as, part, put, take
 from polydraft_paddle.provider import Kernel, Run, plain
 from polydraft_paddle.row_layout import Angles, Keys, RowLayout, Turns
 
@@ -46,8 +46,12 @@ def embed(a: Any, n: int) -> None:
 
 
 def _look_up(out: Tensor, n: int, table: Tensor, index: Tensor) -> None:
-    rows = at(table, index)
-    _put_rows(out, n, rows, direct.unsqueeze(carried(index), [1]).expand_as(rows))
+    _pick_rows(out, n, table, carried(index), index)
+
+
+def _pick_rows(out: Tensor, n: int, table: Tensor, there: Tensor, index: Tensor) -> None:
+    """Fill `out` with the rows of `table` at `index` [n] where these are `there`, elsewhere with the row of zeros behind it."""
+    into_as(out, n, table.dtype, direct.gather, and_behind(table), choose(there, index, table.shape[0]), 0)
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
@@ -207,7 +211,9 @@ def angles_of(a: Any, max_len: int) -> Angles:
         cos, sin = (np.pad(table[:, pair].astype(np.float32), ((0, 1), (0, 0))) for table in turns(a, max_len))
         cos[-1] = 1.0
         upload = partial(paddle.to_tensor, place=a.qkv.place)
-        found = _ANGLES[key] = Angles(upload(sin), upload(cos), a.num_heads + 2 * a.num_kv_heads, a.num_kv_heads)
+        least = np.zeros((1, a.num_heads + 2 * a.num_kv_heads), np.int32)
+        least[:, -a.num_kv_heads :] = max_len
+        found = _ANGLES[key] = Angles(upload(sin), upload(cos), upload(least))
     return found
 
 
@@ -229,7 +235,7 @@ def turn_whole(a: Any, limits: Limits) -> Run:
     per_row = width // dim
     shape = rows * per_row + heads, dim
     turned = paddle.zeros(shape, "float32") if a.meta is None else a.meta.zeros(*shape)
-    queries = direct.view_shape(a.q_out, [-1, dim])
+    queries, spread = direct.view_shape(a.q_out, [-1, dim]), a.cache.spread(heads)
 
     def run(n: int) -> None:
         if not n:
@@ -239,8 +245,9 @@ def turn_whole(a: Any, limits: Limits) -> Run:
         fused.rotate_into(mine, direct.reshape(_heads(a, n), [count, dim]), *layout.angles(angles), a.style == "interleaved")
         index = layout.queries(heads, per_row, rows * per_row)
         into_as(queries, n * heads, paddle.float32, direct.gather, turned, index, 0)
-        pieces = direct.view_shape(a.cache.rows, [-1, dim])
-        to = layout.destinations(a.cache, heads)
+        layout.rotated = a.q_out
+        pieces = direct.view_shape(a.cache.whole, [-1, dim])
+        to = layout.destinations(a.cache, spread)
         in_place(direct.put_along_axis_, pieces, to, a.cache.stored(mine), 0, "assign", True)
 
     return run
@@ -273,7 +280,7 @@ def turn_pieces(a: Any, limits: Limits) -> Run:
 def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, Tensor]]) -> Run:
     """Norm heads where the layer wants it, turn those of q and k by `rotate(qkv [n, heads, head_dim], layout)`, and file them
     all: it returns the heads of q, then those of k and v, both row by row."""
-    heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
+    heads, kv_heads, dim, spread = a.num_heads, a.num_kv_heads, a.head_dim, a.cache.spread()
 
     def run(n: int) -> None:
         if not n:
@@ -281,8 +288,9 @@ def rotate_and_keep(a: Any, rotate: Callable[[Tensor, RowLayout], tuple[Tensor, 
         layout = RowLayout.of(a, n)
         q, kv = rotate(_heads(a, n), layout)
         _put_rows(a.q_out, n, direct.reshape(q, [n, heads * dim]), layout.carries(heads * dim))
-        to = layout.destinations(a.cache)
-        pieces = direct.view_shape(a.cache.rows, [-1, to.shape[1]])
+        layout.rotated = a.q_out
+        to = layout.destinations(a.cache, spread)
+        pieces = direct.view_shape(a.cache.whole, [-1, to.shape[1]])
         stored = direct.reshape(a.cache.stored(direct.reshape(kv, [2 * n, kv_heads * dim])), to.shape)
         in_place(direct.put_along_axis_, pieces, to, stored, 0, "assign", True)
 
@@ -328,10 +336,13 @@ def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = po
 
 
 def attend_whole(a: Any, n: int) -> None:
-    """Attention of rows over their slots' whole tables, by the place's own operation."""
+    """Attention of rows over their slots' whole tables, by the place's own operation. What rows that carry nothing ask for is
+    zeros, of which nothing but zeros comes."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     layout, rows = RowLayout.of(a, n), direct.reshape(a.cache.rows, [-1, dim])
-    q = _masked_rows(as_float(part(a.q, 0, n)), layout.carries(heads * dim))
+    q = as_float(part(a.q, 0, n))
+    if a.q is not layout.rotated:
+        q = _masked_rows(q, layout.carries(heads * dim))
     q, out = (direct.view_shape(t, [-1, 1, heads, dim]) for t in (q, part(a.out, 0, n)))
     for places in layout.places(a.cache, 2 * kv_heads * dim * 4, heads, a.sliding_window):
         count, context = places.end - places.begin, places.added.shape[3]
@@ -382,11 +393,11 @@ def gather_rows(a: Any, n: int) -> None:
 
 def select_last_rows(a: Any, n: int) -> None:
     """Each drafting sequence's newest committed row; zero rows elsewhere."""
-    active = carried(part(a.draft_slot, 0, n))
-    start = choose(active, part(a.seq_start, 0, n), 0)
-    behind = direct.subtract(part(a.draft_position, 0, n), take(a.positions, start))
-    rows = take(a.hidden, choose(active, direct.add(start, behind), 0))
-    _put_rows(a.out, n, rows, direct.unsqueeze(active, [1]).expand_as(rows))
+    active, row = carried(part(a.draft_slot, 0, n)), part(a.seq_start, 0, n)
+    if a.positions is not a.draft_position:  # else there is one row a sequence, which is its newest
+        start = choose(active, row, 0)
+        row = direct.add(start, direct.subtract(part(a.draft_position, 0, n), take(a.positions, start)))
+    _pick_rows(a.out, n, a.hidden, active, row)
 
 
 def combine_draft_inputs(a: Any, n: int) -> None:

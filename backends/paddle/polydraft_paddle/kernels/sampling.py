@@ -20,6 +20,7 @@ from polydraft_paddle.ops import (
     choose,
     constant,
     direct,
+    first_of,
     first_where,
     number,
     numbers,
@@ -54,13 +55,15 @@ def best(logits: Tensor, row_slot: Tensor) -> Tensor:
 def _best(logits: Tensor, row_slot: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows choose, bool [n], and what, int32 [n]. A row with NaN or +inf, or with nothing but -inf, does not; a sum finds
     NaN where a comparison may pass it by."""
-    top = direct.max(logits, [1], True)
-    if fused.has("logsumexp", logits):
+    summed, straight = fused.has("logsumexp", logits), fused.has("argmax", logits)
+    top = None if summed and straight else direct.max(logits, [1], True)
+    if summed:
         sound = direct.isfinite(direct.logsumexp(logits, [1], False, False))
     else:
         total = direct.sum(logits, [1], None, False)
         sound = both(direct.isfinite(direct.reshape(top, [-1])), direct.less_equal(total, total))  # NaN is not even itself
-    return both(sound, carried(row_slot)), first_where(direct.greater_equal(logits, top))
+    first = logits.argmax(axis=1, dtype="int32") if straight else first_of(direct.greater_equal(logits, top))
+    return both(sound, carried(row_slot)), first
 
 
 def signed(word: int) -> int:

@@ -22,6 +22,7 @@ from polydraft_paddle.ops import (
     First,
     Tensor,
     above,
+    and_behind,
     as_int,
     at,
     both,
@@ -30,7 +31,6 @@ from polydraft_paddle.ops import (
     clamp,
     constant,
     direct,
-    either,
     equals,
     flat,
     in_place,
@@ -123,10 +123,10 @@ class Linear:
     """Sums of slot columns, with factors that depend on the phase, for slots or for sequences whose slots are looked up: as many
     as wanted by one gather, one product and one sum. A sequence without a slot has the factors of phase IDLE, and 0 everywhere.
 
-    `columns`: names of the columns that are added; `SLOT_ID` is the slot's number, `ONE` is 1. `wanted`: for each result the
-    factor of each column, by phase (`OTHERS`: in all that are not named)."""
+    `columns`: names of the columns that are added; `SLOT_ID` is the slot's number, `ONE` is 1, and `one_of_nobody` for a sequence
+    without a slot. `wanted`: for each result the factor of each column, by phase (`OTHERS`: in all that are not named)."""
 
-    def __init__(self, columns: tuple[str, ...], wanted: Wanted, num_slots: int, place: Any) -> None:
+    def __init__(self, columns: tuple[str, ...], wanted: Wanted, num_slots: int, place: Any, one_of_nobody: int = 0) -> None:
         factors = np.zeros((len(wanted), len(columns), len(Phase)), np.int32)
         for factor, by_phase in zip(factors, wanted, strict=True):
             for phase in Phase:
@@ -135,7 +135,8 @@ class Linear:
         upload = functools.partial(paddle.to_tensor, place=place)
         self._named, self._count, self._each = columns, len(wanted), num_slots + 1
         self._factors = upload(factors.reshape(-1, len(Phase)))
-        self._nobody = upload(np.zeros(1, np.int32))
+        nothing = upload(np.zeros(1, np.int32))
+        self._nobody = {name: upload(np.array([one_of_nobody], np.int32)) if name == ONE else nothing for name in columns}
         self._idle = upload(np.array([Phase.IDLE], np.int32))
         self._known = {SLOT_ID: upload(np.arange(num_slots, dtype=np.int32)), ONE: upload(np.ones(num_slots, np.int32))}
 
@@ -143,7 +144,7 @@ class Linear:
         """The results [wanted, n] int32 for the slots `slots` [n], PAD_SLOT where there is none."""
         parts = [self._idle, a.phase]
         for name in self._named:
-            parts += [self._nobody, self._column(a, name)]
+            parts += [self._nobody[name], self._column(a, name)]
         table = direct.reshape(direct.concat(parts, 0), [1 + len(self._named), self._each])
         found = direct.gather(table, slots + 1, 1)
         return self._sums(flat(part(found, 0, 1)), part(found, 1, 1 + len(self._named)))
@@ -172,9 +173,15 @@ def of_rows(ends: Tensor, rows: int) -> Tensor:
     return ranges_of(ends, numbers(rows, ends))
 
 
-def beside(nobody: Tensor, *columns: Tensor) -> Tensor:
-    """A table of these columns [B] with what `nobody` [columns, 1] says behind each."""
-    return direct.concat([direct.stack(columns, 0), nobody], 1)
+def beside(nobody: tuple[Tensor, ...], *columns: Tensor) -> Tensor:
+    """A table of these columns [B] with what `nobody` [1] each says behind them."""
+    parts = [part for pair in zip(columns, nobody, strict=True) for part in pair]
+    return direct.reshape(direct.concat(parts, 0), [len(columns), columns[0].shape[0] + 1])
+
+
+def singles(place: Any, *values: int) -> tuple[Tensor, ...]:
+    """A tensor [1] int32 of each."""
+    return tuple(paddle.to_tensor(np.array([value], np.int32), place=place) for value in values)
 
 
 KNOWN = {"prompt_len": 1, "num_generated": 1}
@@ -183,7 +190,7 @@ PACKED = ("kv_len", "draft_len", "prefill_len", "prompt_len", "num_generated", S
 """The columns that packing reads."""
 LOGITS: Wanted = (
     {DECODE: {ONE: ANY}},  # all rows need logits
-    {PREFILL: KNOWN | {"kv_len": -1}, OTHERS: {ONE: -1}},  # the last one does, if there are so many
+    {PREFILL: KNOWN | {"kv_len": -1, ONE: -1}, OTHERS: {ONE: ANY}},  # the last one does, if there are more than so many
     {OTHERS: {"kv_len": 1, ONE: 1}},
 )
 """What `LogitRows` adds up."""
@@ -197,10 +204,11 @@ def rows_wanted(length: int, width: int) -> Wanted:
         {OTHERS: {"kv_len": 1}},  # the position of the first row, of which the following ones have the next
         {DECODE: at_token | KNOWN | {ONE: -1}, PREFILL: at_token | {"kv_len": 1}},  # where its token lies,
         {DECODE: {SLOT_ID: width, ONE: -1}},  # and, one place in front of it, the first draft
-        {OTHERS: {ONE: 1}},  # by how much each of the three moves with the row
+        {PREFILL: {ONE: ANY}},  # the row in front of the one that drafts begin with
+        {OTHERS: {ONE: 1}},  # by how much each of the first three moves with the row,
         {PREFILL: {ONE: 1}},
         {DECODE: {ONE: 1}},
-        {PREFILL: {ONE: ANY}},  # behind the row that drafts begin with
+        {OTHERS: {ONE: -1}},  # and the fourth with the row that the sequence begins with
         {OTHERS: {SLOT_ID: 1}},
     )
 
@@ -210,8 +218,8 @@ class Rows:
 
     def __init__(self, a: Any) -> None:
         self._a = a
-        nobody = np.zeros((8, 1), np.int32)
-        nobody[6], nobody[7] = ANY, PAD_SLOT
+        nobody = np.zeros((9, 1), np.int32)
+        nobody[1], nobody[3], nobody[8] = a.tokens.size, ANY, PAD_SLOT  # behind all tokens there is none
         self._nobody = paddle.to_tensor(nobody, place=a.tokens.place)
 
     def pack(self, sums: Tensor, n: int) -> None:
@@ -224,22 +232,21 @@ class Rows:
         into(a.seq_start, num_seqs, direct.subtract, ends, a.seq_len)
         if not n:
             return
-        firsts, moves = part(sums, 1, 4), part(sums, 4, 7)
         # what row 0 would have, if the sequence began there
-        begun = direct.subtract(firsts, direct.multiply(moves, direct.unsqueeze(a.seq_start, [0])))
-        behind = direct.add(part(sums, 7, 8), direct.unsqueeze(a.seq_start, [0]))
-        table = direct.concat([direct.concat([begun, moves, behind, part(sums, 8, 9)], 0), self._nobody], 1)
+        begun = direct.subtract(part(sums, 1, 5), direct.multiply(part(sums, 5, 9), direct.unsqueeze(a.seq_start, [0])))
+        table = direct.concat([direct.concat([begun, part(sums, 5, 10)], 0), self._nobody], 1)
         sequence, rows = of_rows(ends, n), numbers(n, ends)
         found = direct.gather(table, sequence, 1)
-        moved = direct.multiply(part(found, 3, 6), direct.unsqueeze(rows, [0]))
+        moved = direct.multiply(part(found, 4, 7), direct.unsqueeze(rows, [0]))
         place = clamp(direct.add(part(found, 1, 3), part(moved, 1, 3)))
-        ids = take(flat(a.tokens), flat(part(place, 0, 1)))
+        tokens, place_of_token = flat(and_behind(a.tokens)), flat(part(place, 0, 1))
         if a.drafts.shape[1]:
-            is_draft = direct.less_than(flat(part(found, 6, 7)), rows)
-            ids = direct.where(is_draft, take(flat(a.drafts), flat(part(place, 1, 2))), ids)
-        slot = flat(part(found, 7, 8))
-        put_chosen(a.ids, n, carried(slot), ids, NO_TOKEN)
-        into(a.row_slot, n, direct.gather, flat(part(table, 7, 8)), sequence, 0)
+            is_draft = direct.less_than(flat(part(found, 3, 4)), rows)
+            drafts = take(flat(a.drafts), flat(part(place, 1, 2)))
+            into(a.ids, n, direct.where, is_draft, drafts, take(tokens, place_of_token))
+        else:
+            into(a.ids, n, direct.gather, tokens, place_of_token, 0)
+        into(a.row_slot, n, direct.gather, flat(part(table, 8, 9)), sequence, 0)
         into(a.positions, n, direct.add, flat(part(found, 0, 1)), flat(part(moved, 0, 1)))
 
 
@@ -248,14 +255,14 @@ class LogitRows:
 
     def __init__(self, a: Any) -> None:
         self._a = a
-        self._nobody = paddle.to_tensor(np.array([[NO_ROW], [0], [0], [PAD_SLOT]], np.int32), place=a.phase.place)
+        self._nobody = singles(a.phase.place, NO_ROW, 0, 0, PAD_SLOT)
 
     def pack(self, sums: Tensor, n: int) -> None:
         """Like `Rows.pack`."""
         a = self._a
         slots, seq_len = a.slot_order, a.seq_len
         # What a prefill has left to know is never less than its rows: it is complete, and fresh, where both are the same.
-        completes = as_int(direct.equal(flat(part(sums, 1, 2)), seq_len))
+        completes = direct.subtract(seq_len, flat(part(sums, 1, 2)))  # 1 or less
         most = direct.maximum(flat(part(sums, 0, 1)), completes)
         into(a.logit_len, len(slots), direct.minimum, seq_len, most)
         ends = paddle.cumsum(a.logit_len, dtype="int32")
@@ -327,8 +334,7 @@ def verify_match(a: Any, n: int) -> None:
     slots, width = part(a.slot_order, 0, n), a.window.shape[1]
     safe = clamp(slots)
     length = masked(part(a.logit_len, 0, n), carried(slots))
-    active = above(length, 0)
-    put_chosen(a.drafted, n, both(equals(take(a.phase, safe), DECODE), active), length - 1, -1)
+    put_chosen(a.drafted, n, equals(take(a.phase, safe), DECODE), length - 1, -1)
     columns = direct.unsqueeze(numbers(width, slots), [0])
     places = within(direct.add(direct.unsqueeze(part(a.logit_start, 0, n), [1]), columns), a.choices.shape[0])
     choices = direct.reshape(take(a.choices, direct.reshape(places, [-1])), [n, width])
@@ -338,7 +344,7 @@ def verify_match(a: Any, n: int) -> None:
         into(a.accepted, n, direct.sum, paddle.cumprod(as_int(match), dim=1), [1], paddle.int32, False)
     else:
         put(part(a.accepted, 0, n), constant(0, length))
-    put_chosen(a.window_len, n, active, part(a.accepted, 0, n) + 1, 0)
+    into(a.window_len, n, direct.minimum, part(a.accepted, 0, n) + 1, length)
     put_chosen(a.window, n, direct.less_than(columns, direct.unsqueeze(part(a.window_len, 0, n), [1])), choices, NO_TOKEN)
 
 
@@ -346,21 +352,22 @@ class Ends:
     """Where windows of `width` tokens end, and why. A token that ends one has a code, greater the further in front it is: twice
     the places from its own on, and 1 more where there is no token; 0 where the window goes on."""
 
-    def __init__(self, width: int, place: Any) -> None:
+    def __init__(self, num_slots: int, width: int, place: Any) -> None:
         codes = np.arange(2 * width + 2)
         at = width - codes // 2
         tables = at + 1 - codes % 2, at + 1, np.where(codes % 2, int(Finish.ERROR), int(Finish.STOP))
+        of_stops = np.tile(2 * np.arange(width, 0, -1), (num_slots, 1))
         upload = functools.partial(paddle.to_tensor, place=place)
-        self._codes = upload((2 * np.arange(width, 0, -1)).astype(np.int32))
-        self._of_code = upload(np.stack(tables).astype(np.int32))
+        self._of_stops, self._of_nothing, self._of_code = (
+            upload(values.astype(np.int32)) for values in (of_stops, of_stops + 1, np.stack(tables))
+        )
 
     def of(self, window: Tensor, stop_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of windows [B, W] with stop tokens [B, S]: how many tokens count and how many were looked at, if one ends it, and why
         (`Finish`); [B]. Both numbers are greater than W where none does."""
         stops = direct.any(direct.equal(direct.unsqueeze(window, [2]), direct.unsqueeze(stop_tokens, [1])), [2], False)
-        nothing = equals(window, NO_TOKEN)
-        codes = direct.add(as_int(nothing), self._codes)
-        found = direct.gather(self._of_code, direct.max(masked(codes, either(stops, nothing)), [1], False), 1)
+        codes = direct.where(equals(window, NO_TOKEN), self._of_nothing, choose(stops, self._of_stops, 0))
+        found = direct.gather(self._of_code, direct.max(codes, [1], False), 1)
         emitted, looked_at, why = (flat(part(found, i, i + 1)) for i in range(3))
         return emitted, looked_at, why
 
@@ -371,7 +378,7 @@ def commit_window(a: Any, limits: Limits) -> Run:
     del limits
     (num_slots, room), width, num_seqs = a.tokens.shape, a.window.shape[1], a.slot_order.shape[0]
     place = a.tokens.place
-    ends = Ends(width, place)
+    ends = Ends(num_slots, width, place)
     sums = Linear(
         ("prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "seq_len", SLOT_ID, ONE),
         (
@@ -384,7 +391,7 @@ def commit_window(a: Any, limits: Limits) -> Run:
         num_slots,
         place,
     )
-    nobody, nothing = (paddle.to_tensor(np.zeros(shape, np.int32), place=place) for shape in ((2, 1), (1,)))
+    (nothing,) = singles(place, 0)
     after = paddle.to_tensor(np.array([DECODE if f == Finish.NONE else FINISHED for f in Finish], np.int32), place=place)
     end, start = num_seqs, numbers(num_slots + 1, a.phase)
     nowhere = constant(end, start)
@@ -395,9 +402,11 @@ def commit_window(a: Any, limits: Limits) -> Run:
         key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), num_slots)
         row = part(direct.put_along_axis(nowhere, key, numbers(n, key), 0, "assign", True), 0, num_slots)
         rows, size = (
-            flat(part(t, i, i + 1)) for t in (direct.gather(beside(nobody, a.seq_len, a.window_len), row, 1),) for i in (0, 1)
+            flat(part(t, i, i + 1))
+            for t in (direct.gather(beside((nothing, nothing), a.seq_len, a.window_len), row, 1),)
+            for i in (0, 1)
         )
-        window = take(a.window, direct.minimum(row, number(end - 1, row)))
+        window = take(and_behind(a.window), row)
         phase = choose(above(rows, 0), a.phase, int(Phase.IDLE))
         found = sums.by_slot(SimpleNamespace(**vars(a) | {"seq_len": rows}), phase)
         kv_len, to_go, left, begin, decode = (flat(part(found, i, i + 1)) for i in range(5))
@@ -424,19 +433,14 @@ def commit_window(a: Any, limits: Limits) -> Run:
         into(a.out_accepted, n, direct.minimum, part(a.accepted, 0, n), verified)
 
     def _append(begin: Tensor, emitted: Tensor, window: Tensor) -> None:
-        """Write the first `emitted` [B] tokens of `window` [B, W] from place `begin` [B] of all tokens on. The others rewrite the
-        token in front, so that no place is written with different tokens."""
+        """Write the first `emitted` [B] tokens of `window` [B, W] from place `begin` [B] of all tokens on. The others go to the
+        last place behind all."""
         here = direct.unsqueeze(numbers(width, begin), [0])
         kept = direct.less_than(here, direct.unsqueeze(emitted, [1]))
-        moved = direct.where(kept, spread, in_front)
-        place = direct.reshape(direct.add(direct.unsqueeze(begin, [1]), moved), [-1])
-        tokens = flat(a.tokens)
-        old = direct.reshape(take(tokens, place), [num_slots, width])
-        written = direct.reshape(direct.where(kept, window, old), [-1])
-        in_place(direct.put_along_axis_, tokens, place, written, 0, "assign", True)
+        to = choose(kept, direct.add(direct.unsqueeze(begin, [1]), here), (num_slots + 1) * room - 1)
+        tokens = flat(and_behind(a.tokens))
+        in_place(direct.put_along_axis_, tokens, flat(to), flat(window), 0, "assign", True)
 
-    spread = paddle.to_tensor(np.tile(np.arange(width, dtype=np.int32), (num_slots, 1)), place=place)
-    in_front = constant(-1, spread)
     return run
 
 
@@ -455,8 +459,8 @@ def snapshot_output(a: Any, limits: Limits) -> Run:
             part(t, 0, n) for t in (a.slot_order, a.out_len, a.out_accepted, a.drafted, a.out_tokens)
         )
         epoch, finish, phase, kv_len = taken(clamp(slots), a.epoch, a.finish, a.phase, a.kv_len)
-        columns = direct.stack([slots, epoch, length, accepted, drafted, finish, phase, kv_len], 1)
-        record = direct.concat([columns, tokens], 1)
+        columns = (slots, epoch, length, accepted, drafted, finish, phase, kv_len)
+        record = direct.concat([*(direct.unsqueeze(column, [1]) for column in columns), tokens], 1)
         live = direct.unsqueeze(carried(slots), [1]).expand_as(record)
         into(a.record, n, direct.where, live, record, part(nobody, 0, n))
 
@@ -473,6 +477,7 @@ def pack_draft_rows(a: Any, limits: Limits) -> Run:
         ({PREFILL: last, DECODE: last, OTHERS: {ONE: -ANY}}, {OTHERS: {SLOT_ID: length, ONE: 1}}),
         num_slots,
         a.tokens.place,
+        one_of_nobody=1,
     )
 
     def run(n: int) -> None:
@@ -480,9 +485,9 @@ def pack_draft_rows(a: Any, limits: Limits) -> Run:
             return
         row_slot, positions = part(a.row_slot, 0, n), part(a.positions, 0, n)
         found = sums.of(a, row_slot)
-        keep = both(direct.less_than(positions, flat(part(found, 0, 1))), carried(row_slot))
-        following = within(direct.add(positions, flat(part(found, 1, 2))), num_slots * length)
-        put_chosen(a.draft_ids, n, keep, take(flat(a.tokens), following), NO_TOKEN)
+        keep = direct.less_than(positions, flat(part(found, 0, 1)))
+        following = choose(keep, direct.add(positions, flat(part(found, 1, 2))), num_slots * length)
+        into(a.draft_ids, n, direct.gather, flat(and_behind(a.tokens)), following, 0)
         put_chosen(a.draft_row_slot, n, keep, row_slot, PAD_SLOT)
 
     return run
@@ -520,21 +525,16 @@ def advance_draft(a: Any, limits: Limits) -> Run:
     """File what was chosen, then retire what is done."""
     del limits
     (num_slots, width), index = a.drafts.shape, a.pass_index
-    nowhere = num_slots * width
-    nothing = paddle.full([nowhere + 1], NO_TOKEN - 1, "int32")  # of places that no choice is filed to
 
     def run(n: int) -> None:
         if not n:
             return
         slots, chosen = part(a.draft_slot, 0, n), part(a.chosen, 0, n)
         filed = carried(direct.minimum(slots, chosen))
-        place = choose(filed, direct.scale(slots, width, index, True), nowhere)
-        drafts = direct.reshape(
-            part(direct.put_along_axis(nothing, place, chosen, 0, "assign", True), 0, nowhere), [num_slots, width]
-        )
-        is_new = carried(drafts)
-        into(a.drafts, num_slots, direct.where, is_new, drafts, a.drafts)
-        write_where(a.draft_len, direct.any(is_new, [1], False), index + 1)
+        slot = choose(filed, slots, num_slots)  # what is not filed goes behind all
+        place = direct.scale(slot, width, index, True)
+        in_place(direct.put_along_axis_, flat(and_behind(a.drafts)), place, chosen, 0, "assign", True)
+        in_place(direct.put_along_axis_, and_behind(a.draft_len), slot, constant(index + 1, slot), 0, "assign", True)
         goes_on = both(filed, above(part(a.draft_budget, 0, n), index + 1))
         in_place(direct.add_, part(a.draft_position, 0, n), as_int(goes_on))
         put_chosen(a.next_ids, n, goes_on, chosen, NO_TOKEN)

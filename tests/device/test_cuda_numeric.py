@@ -389,6 +389,7 @@ def test_an_activation_is_one_launch_with_its_projection(library: bool):
     both = bound(device, project, activate)
     assert sources(both(4), "GATED") == sources(both(128), "GATED") == [("linear_rows.cu", 1)]
     assert sources(both(129), "GATED") == sources(both(256), "GATED") == [("linear_split.cu", 1)]
+    assert [defines["TOKENS"] for n in (129, 192, 193, 256) for _, _, defines in both(n)] == [192, 192, 256, 256]
     assert sources(both(257), "GATED")[-1] == ("mlp.cu", None)
     assert len(both(257)) == (2 if library else 3)
     half = bound(device, *gate_and_up(device, 5504))

@@ -60,6 +60,8 @@ SPLIT_BYTES = 205 << 10
 """Bytes of such a block in flight at most."""
 GATED = Split(256, 0, 1, 4, 1)
 """The size of `linear_split` for gate and up where a block has many outputs; its width is a block's even share."""
+FEWER: Final = 192
+"""Rows of a launch at most in which it takes fewer, 64 to a warp group."""
 LEAST_GATED: Final = 80
 """Outputs of a block from which on that is faster for gate and up than two launches."""
 ORDER_SIZES: tuple[tuple[int, int], ...] = ((8, 2), *SPLIT_SIZES)
@@ -248,7 +250,7 @@ def gated_splits(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     """Sizes in which `linear_split` takes gate and up with more rows than `linear_rows` does, a block each."""
     share, width = rows_of(device, a), rows_of(device, a, 8)
     if share >= 128:
-        return (GATED._replace(width=width),)
+        return tuple(GATED._replace(rows=n, width=width) for n in (FEWER, GATED.rows))
     sizes = SPLIT_SIZES[1:] if share >= LEAST_GATED else ()
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 1) for n, chunks in sizes)
 

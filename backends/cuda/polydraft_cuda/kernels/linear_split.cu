@@ -8,7 +8,7 @@
 // of its own (gridDim.z, else 1), out has the outputs of all side by side, and the bias is the first one's. Where a block has LEAVES, or half of
 // them with SPLIT 2, it adds them as `sum_leaves` does, and out has the sums.
 //
-// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x of a block at most: 8, 32, 64, 128, 256), WIDTH (outputs of a block, or of two), CHUNKS
+// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x of a block at most: 8, 32, 64, 128, 192, 256), WIDTH (outputs of a block, or of two), CHUNKS
 // (of 64 inputs in a stage, all of one leaf), STAGES (in flight), SPLIT (1, 2), OUT_F32, BIAS, GATED (as in linear_tile.cu; rows of gate
 // and up come one by one), ORDER (1: a sum, or that of a leaf, is taken in the order of the inputs), SHARED (1, 2: blocks next to each other
 // that bring half of the rows of x each for both; SPLIT 1, up to 128 TOKENS), LEAVES (1, 2, 4: beyond 1 with ORDER, up to 128 TOKENS, without
@@ -20,7 +20,7 @@
 #include "wgmma.cuh"
 #include "boxes.cuh"
 
-constexpr int PRODUCTS = TOKENS > 128 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRODUCTS, CONSUMERS = GROUPS * 128;
+constexpr int PRODUCTS = TOKENS > 192 ? 2 : 1, GROUPS = (TOKENS + 63) / 64 / PRODUCTS, CONSUMERS = GROUPS * 128;
 constexpr int FETCHERS = PRODUCTS > 1 ? 128 : 32;  // a warp group where registers pass from it to the others
 constexpr int W_BYTES = WIDTH * 128, X_BYTES = TOKENS * 128, STAGE = CHUNKS * (W_BYTES + X_BYTES);
 constexpr int EIGHTS = WIDTH / 8, HALF = EIGHTS / 2, GIVEN = STAGES * STAGE + (TOKENS < 64 ? (64 - TOKENS) * 128 : 0);  // where the other's sums lie

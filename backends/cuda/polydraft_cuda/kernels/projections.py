@@ -267,7 +267,7 @@ def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, *, leaves:
     )  # fmt: skip
     tiles = -(-outputs // (width * sharing)) * sharing
     band = max(tokens, 64)  # a warp group reads 64 rows, whatever lies behind those of x
-    threads = 3 * 128 if tokens > 128 else 2 * band + 32
+    threads = 3 * 128 if tokens > 192 else 2 * band + 32  # two groups of twice as many rows, and what fetches for them
     given = 2 * width * band if blocks > 1 else 0
     shared = stages * chunks * (width + tokens) * 128 + (band - tokens) * 128 + given + 1024
     if blocks > 1 and function.most_clusters(threads, shared, blocks) < tiles:

@@ -11,7 +11,7 @@ page, behind the comment that names the result.
 With `--tensor-parallel N`: what it takes rank 0 more than an engine that is one rank, on a backend that has ranks. Both are
 open at once and take turns in an order drawn by chance, so each turn has a difference.
 
-    python bench/host_time.py --tensor-parallel 2 --out bench/results/ranks_host_time.json --page docs/backends/cuda.md
+    python bench/host_time.py --tensor-parallel 2 --out bench/results/ranks_host_time.json
 """
 
 from __future__ import annotations

@@ -29,17 +29,13 @@ from polydraft.device import DTYPES, Buffer
 
 CONTRACTS = list(REGISTRY)
 FLOATS = {*EPS, *FLEXIBLE}
-DEEP = {f"seed-{seed}" for seed in range(8, SEEDS)}
-"""Generated cases that are left to `make deep`. The kit runs the reference over all of them (`test_basic_holds`)."""
+DRAWN = 8
+"""Generated cases of a contract. The kit runs the reference over all `SEEDS` of them, whoever claims it."""
 
 each = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 each_case = pytest.mark.parametrize(
     ("contract", "case"),
-    [
-        pytest.param(c, case, id=f"{c.name}-{case.name}", marks=[pytest.mark.deep] if case.name in DEEP else [])
-        for c in CONTRACTS
-        for case in default_cases(c)
-    ],
+    [pytest.param(c, case, id=f"{c.name}-{case.name}") for c in CONTRACTS for case in default_cases(c, DRAWN)],
 )
 each_seed = pytest.mark.parametrize("seed", range(SEEDS), ids=lambda seed: f"seed-{seed}")
 

@@ -45,8 +45,9 @@ def steps(kernel: Any, symbol: str) -> tuple[int, ...]:
 
 
 def some(listed: list[tuple[Any, str, int]]) -> list[Any]:
-    """The second size of each ladder; the others are left to `make deep`, and the kit runs every backend over them."""
-    return [one if one[2] == steps(*one[:2])[1] else deep(one) for one in listed]
+    """The second size of each ladder, and for `make deep` its last; the kit runs every backend over all of them."""
+    of_ladders = [(one, steps(*one[:2])) for one in listed]
+    return [one if one[2] == sizes[1] else deep(one) for one, sizes in of_ladders if one[2] in (sizes[1], sizes[-1])]
 
 
 def named(value: Any) -> str:

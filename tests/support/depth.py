@@ -30,16 +30,24 @@ def among(taken: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in taken else deep(value) for value in values]
 
 
+MOST = 40
+"""Combinations of a product that `make deep` takes, about: with all of them it would not end within an evening."""
+
+
 def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
-    """All combinations of the axes, for as many parameters. `make test` takes one in `every`, along diagonals: with axes that
-    are not much shorter than `every`, each value comes up, and with it others than with its neighbour."""
-    places = itertools.product(*(enumerate(axis) for axis in axes))
-    return [
-        tuple(value for _, value in one)
-        if sum(place for place, _ in one) % every == 0
-        else deep(tuple(value for _, value in one))
-        for one in places
-    ]
+    """Combinations of the axes, for as many parameters. `make test` takes one in `every`, along diagonals: with axes that
+    are not much shorter than `every`, each value comes up, and with it others than with its neighbour. `make deep` takes all
+    others, of large products those along further diagonals, `MOST` of them or so."""
+    places = list(itertools.product(*(enumerate(axis) for axis in axes)))
+    apart = max(len(places) // MOST, 1)
+    chosen = []
+    for one in places:
+        diagonal, values = sum(place for place, _ in one), tuple(value for _, value in one)
+        if diagonal % every == 0:
+            chosen.append(values)
+        elif (diagonal + 1) % apart == 0:
+            chosen.append(deep(values))
+    return chosen
 
 
 def thin(items: Sequence[pytest.Item]) -> None:

@@ -84,15 +84,20 @@ def compile_all(arch: str, found: tuple[Variant, ...]) -> None:
         assert compiler.compile_source(source, defines=options, arch=arch + features).startswith(b"\x7fELF")
 
 
+ELSEWHERE = {"attention_prefill.cu"}
+"""What sm_90 has for heads of sizes that no case has."""
+
+
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_source_is_bound(arch: str):
     linear = ("tile", "pair", "rows", "split", "screen")
     experts = ("row", "sum", "tile")
     hopper = {
+        "attention_prompt.cu",
         *(f"experts_{name}.cu" for name in experts),
         *(f"linear_{name}.cu" for name in linear),
     }  # instructions of sm_90a alone
-    ours = hopper | {"screen.cu"} if arch != "sm_90" else set()  # what stands behind `linear_screen`
+    ours = hopper | {"screen.cu"} if arch != "sm_90" else ELSEWHERE  # what stands behind `linear_screen`
     assert {source.name for source, _ in variants(arch, ("bf16", "f32"))} == {
         source.name for source in compiler.all_sources()
     } - ours
@@ -112,7 +117,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_compiles_for_the_device_it_is_tuned_for():
     """Every value of every define; `make deep` compiles all their combinations, for every architecture."""
     found = sample(variants("sm_90", ("bf16",)))
-    assert {source for source, _ in found} == set(compiler.all_sources())
+    assert {source for source, _ in found} == {source for source in compiler.all_sources() if source.name not in ELSEWHERE}
     compile_all("sm_90", found)
 
 

@@ -942,7 +942,7 @@ def test_attention_splits_long_contexts_over_as_many_blocks_as_there_is_stage_fo
     assert splits == [8, 8, 2, 1, 1]
     meta.step = StepMeta(0, 400, 2, has_prefill=True)
     launch(None, 400)
-    assert device.launched[-1][0] == "attention_prefill.cu"
+    assert device.launched[-1][0] == "attention_prompt.cu"
 
 
 @pytest.mark.parametrize("window", [1, 4])
@@ -1021,7 +1021,7 @@ def test_attention_turns_and_stores_its_rows_itself():
     meta, both = layer(device)
     assert both(4) == both(256) == [("attention_decode.cu", LIMITS.window)]
     meta.step = StepMeta(0, 400, 2, has_prefill=True)
-    assert both(400) == [("rope.cu", None), ("attention_prefill.cu", None)], "rows of a prompt lie in several tiles"
+    assert both(400) == [("rope.cu", None), ("attention_prompt.cu", None)], "rows of a prompt lie in several tiles"
 
 
 @pytest.mark.parametrize(

@@ -210,12 +210,15 @@ __device__ __forceinline__ float4 load_quad(unsigned a) {
 
 #ifdef HEADS
 // -- prefill tiles: what they do alike over any form of the cache ----------------------------------------
-// Zeros in the block's heads, from `head0` on, for rows of nobody.
+// Zeros in the block's heads, from `head0` on, for rows of nobody. Each warp looks at 32 rows at once.
 template <int THREADS>
 __device__ __forceinline__ void clear_padding(act_t* out, const int* row_slot, int n, int width, int head0) {
-    for (int r = blockIdx.y; r < n; r += gridDim.y)
-        if (row_slot[r] < 0)
-            for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) out[(int64_t)r * width + head0 * HEAD_DIM + i] = from_float<act_t>(0.f);
+    const int lane = threadIdx.x & 31, warp = blockIdx.y * (THREADS / 32) + threadIdx.x / 32, warps = gridDim.y * (THREADS / 32);
+    for (int row0 = warp * 32; row0 < n; row0 += warps * 32)
+        for (unsigned left = __ballot_sync(FULL, row0 + lane < n && row_slot[row0 + lane] < 0); left; left &= left - 1) {
+            act_t* row = out + (int64_t)(row0 + __ffs(left) - 1) * width + head0 * HEAD_DIM;
+            for (int i = lane; i < HEADS * HEAD_DIM; i += 32) row[i] = from_float<act_t>(0.f);
+        }
 }
 // A lane's elements of rows `row` and `row + 8` of a head, in a tile of `rows` that begins at row `first`; zeros behind its end.
 __device__ __forceinline__ void load_queries(Queries& queries, const act_t* q, int first, int row, int rows, int width, int head, int t) {
@@ -228,5 +231,43 @@ __device__ __forceinline__ void load_queries(Queries& queries, const act_t* q, i
 #pragma unroll
     for (int j = 0; j < QUADS; j++) queries.set(j, loaded[0][j], loaded[1][j]);
 }
+#ifndef KV
+// What the rows of a tile get: their sums over the total of their weights. A row that met NaN, or whose scores are too high, is computed
+// again by the block.
+template <int THREADS>
+__device__ __forceinline__ void store_tile(float (&sums)[PAIRS * 2][4], Softmax& softmax, int4 tile, const act_t* q, act_t* out, int width, int head0, int kv_head, const Pages<true>& pages, float scale) {
+    __shared__ float plain[PLAIN_KEYS];
+    __shared__ int broken[64 * HEADS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = warp / 4, row0 = warp % 4 * 16 + (lane >> 2);
+    for (int i = threadIdx.x; i < 64 * HEADS; i += THREADS) broken[i] = 0;
+    __syncthreads();
+    bool again = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float& total = softmax.total[h];
+        total += __shfl_xor_sync(FULL, total, 1);
+        total += __shfl_xor_sync(FULL, total, 2);
+        const int row = row0 + h * 8;
+        if (row >= tile.y) continue;
+        const float rest = 1.f / total;
+        bool fine = fabsf(softmax.top[h]) < LOUD;
+        act_t* o = out + (int64_t)(tile.x + row) * width + (head0 + head) * HEAD_DIM + (lane & 3) * 2;
+#pragma unroll
+        for (int d = 0; d < PAIRS * 2; d++) {
+            const float a = sums[d][h * 2] * rest, b = sums[d][h * 2 + 1] * rest;
+            *(unsigned*)(o + d * 8) = pack(a, b);
+            fine &= a == a && b == b;
+        }
+        if (!fine) broken[head * 64 + row] = 1, again = true;
+    }
+    if (!__syncthreads_or(again)) return;
+    for (int i = 0; i < 64 * HEADS; i++) {
+        if (!broken[i]) continue;
+        const int row = i % 64;
+        const int64_t at = (int64_t)(tile.x + row) * width + (head0 + i / 64) * HEAD_DIM;
+        attend_row<true>(q + at, pages, kv_head, tile.w + row, scale, out + at, plain);
+    }
+}
+#endif
 #endif
 #endif

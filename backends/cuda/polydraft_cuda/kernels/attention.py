@@ -141,16 +141,24 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any =
 def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
     """A block a tile of rows and two query heads of one key head."""
     heads = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1
+    grouped = is_grouped(device, a)
+    name, features = ("attention_prompt", {"arch_features": "a"}) if grouped else ("attention_prefill", {})
     function = device.function(
-        source("attention_prefill.cu"), "attention_prefill", HEAD_DIM=int(a.head_dim), HEADS=heads,
-        BLOCK_GROUPS=int(a.block_size) // 16, **quantised.window(a), **act(a.q.dtype),
+        source(f"{name}.cu"), name, HEAD_DIM=int(a.head_dim), HEADS=heads, BLOCK_GROUPS=int(a.block_size) // 16,
+        **features, **quantised.window(a), **act(a.q.dtype),
     )  # fmt: skip
     meta, across = a.meta, int(a.num_heads) // heads
+    operands = 4 + (heads if grouped else 0)  # of 64 rows: two steps of keys and values, and queries
     return function.bind(
         lambda n: (across, meta.max_tiles(n), 1), 128 * heads, a.q, a.cache.keys, a.cache.values, meta.tiles, meta.num_tiles,
         a.row_slot, a.block_table, a.out, ROWS, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
-        float(a.softmax_scale), shared=4 * PREFILL_KEYS * a.head_dim * 2 + 1024, dependent=True,
+        float(a.softmax_scale), shared=operands * PREFILL_KEYS * a.head_dim * 2 + 1024, dependent=True,
     )  # fmt: skip
+
+
+def is_grouped(device: CudaDevice, a: Any) -> bool:
+    """Whether prefill tiles are multiplied by warp groups."""
+    return bool(device.arch == "sm_90" and a.head_dim in (64, 128))
 
 
 def plain(device: CudaDevice, a: Any) -> Launch:

@@ -13,8 +13,6 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
                   const int* __restrict__ row_slot, const int* __restrict__ block_table, act_t* __restrict__ out, int n, int max_blocks,
                   int num_heads, int num_kv_heads, float scale) {
     extern __shared__ __align__(128) float shared[];  // two steps of keys, then values, by groups
-    __shared__ float plain[PLAIN_KEYS];
-    __shared__ int broken[64 * HEADS];
     const unsigned base = shared_address(shared);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int head0 = blockIdx.x * HEADS, kv_head = head0 / (num_heads / num_kv_heads), width = num_heads * HEAD_DIM;
@@ -27,7 +25,6 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
     const int* table = block_table + (int64_t)tile.z * max_blocks;
     const float scale2 = scale * 1.4426950408889634f;
     const int head = head0 + warp / 4, row0 = (warp % 4) * 16 + g;
-    for (int i = threadIdx.x; i < 64 * HEADS; i += THREADS) broken[i] = 0;
 
     auto fetch = [&](int stage, int group0) {
         constexpr int PIECES = GROUP_BYTES / 16;  // of one group's keys or values
@@ -77,30 +74,6 @@ attention_prefill(const act_t* __restrict__ q, const act_t* keys, const act_t* v
         }
         __syncthreads();
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float& total = softmax.total[h];
-        total += __shfl_xor_sync(FULL, total, 1);
-        total += __shfl_xor_sync(FULL, total, 2);
-        const int row = row0 + h * 8;
-        if (row >= rows) continue;
-        const float rest = 1.f / total;
-        bool fine = fabsf(softmax.top[h]) < LOUD;
-        act_t* o = out + (int64_t)(first + row) * width + head * HEAD_DIM + t * 2;
-#pragma unroll
-        for (int d = 0; d < PAIRS * 2; d++) {
-            const float a = sums[d][h * 2] * rest, b = sums[d][h * 2 + 1] * rest;
-            *(unsigned*)(o + d * 8) = pack(a, b);
-            fine &= a == a && b == b;
-        }
-        if (!fine) broken[(warp / 4) * 64 + row] = 1;
-    }
-    __syncthreads();
-    for (int i = 0; i < 64 * HEADS; i++) {
-        if (!broken[i]) continue;
-        const int row = i % 64;
-        const int64_t at = (int64_t)(first + row) * width + (head0 + i / 64) * HEAD_DIM;
-        const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
-        attend_row<true>(q + at, pages, kv_head, position + row, scale, out + at, plain);
-    }
+    const Pages<true> pages = {keys, values, table, num_kv_heads, BLOCK_GROUPS * 16, HEAD_DIM};
+    store_tile<THREADS>(sums, softmax, tile, q, out, width, head0, kv_head, pages, scale);
 }

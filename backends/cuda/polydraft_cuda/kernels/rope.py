@@ -33,21 +33,28 @@ def table_of(device: CudaDevice, a: Any, limits: Limits) -> Any:
     return found
 
 
+def has_whole_turns(a: Any) -> bool:
+    """Whether heads are turned as a whole, in halves and without norms, so that a thread of a block has 16 elements of one."""
+    whole = a.cache.tiled and a.q_norm is None and a.style == "half" and 2 * len(a.frequencies) == a.head_dim
+    return bool(whole and a.head_dim % 32 == 0 and (a.num_heads + 2 * a.num_kv_heads) * a.head_dim <= 16 * 1024)
+
+
 def rope_kv_write(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
-    """A warp a head."""
+    """A warp a head, or a block a row."""
     del workspace
     table = table_of(device, a, limits)
     if a.cache.spec.kv:
         return quantised.rope_kv_write(device, a, table)
-    heads = a.num_heads + 2 * a.num_kv_heads
+    heads, whole = a.num_heads + 2 * a.num_kv_heads, has_whole_turns(a)
     function = device.function(
         source("rope.cu"), "rope_kv_write", NORMS=int(a.q_norm is not None), INTERLEAVED=int(a.style == "interleaved"),
-        TILED=int(a.cache.tiled), **act(a.qkv.dtype),
+        TILED=int(a.cache.tiled), **({"HEAD_DIM": int(a.head_dim)} if whole else {}), **act(a.qkv.dtype),
     )  # fmt: skip
     return function.bind(
-        lambda n: (n, -(-heads // WARPS), 1), 32 * WARPS, a.qkv, a.row_slot, a.positions, a.block_table, a.cache.keys,
-        a.cache.values, a.q_norm, a.k_norm, table, a.q_out, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
-        int(a.head_dim), 2 * len(a.frequencies), int(a.block_size), float(a.eps), dependent=True,
+        lambda n: n if whole else (n, -(-heads // WARPS), 1), heads * int(a.head_dim) // 16 if whole else 32 * WARPS, a.qkv,
+        a.row_slot, a.positions, a.block_table, a.cache.keys, a.cache.values, a.q_norm, a.k_norm, table, a.q_out,
+        a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads), int(a.head_dim), 2 * len(a.frequencies),
+        int(a.block_size), float(a.eps), dependent=True,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ what had been bound before them, in whatever order launches are bound."""
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from bench import gpu_regions
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.plugins.program_pass import Entry
 from polydraft.program import program
+from polydraft.program.program import lengths
+from polydraft_cuda.kernels.linear import LEAST_PROMPT_ROWS
 from tests.device import traced
 
 pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
@@ -58,6 +61,30 @@ def test_the_order_of_binding_changes_no_launch(seed: int, tmp_path: Path, monke
     assert shuffled > 400
     for way in WAYS:
         assert traced.digest(traced.launches(engine, captured=way == "captured")) == RECORDED["digests"][traced.IN_FULL][way]
+
+
+def test_prompts_take_gate_up_and_activation_as_one_beside_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Unless an instrument looks between launches; what else graphs join stays apart."""
+    engine: Any = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch, max_batched_tokens=LEAST_PROMPT_ROWS)
+    runner, size = engine.runner, lengths(rows=LEAST_PROMPT_ROWS, logit_rows=64, seqs=64, prompt_rows=1)
+    runner.context.real_slots, runner.context.has_prefill = 64, True
+    step = SimpleNamespace(kind="greedy", shape=None, lengths=size)
+
+    def launched() -> list[str]:
+        engine.device.restart()
+        runner._run("target", step)
+        return [one.split()[0] for one in engine.device.trace]
+
+    apart = launched()
+    monkeypatch.setattr(runner, "graphs", SimpleNamespace())
+    beside = launched()
+    gates = [i for i, name in enumerate(apart) if name == "mlp.cu:swiglu"]
+    assert len(gates) == 2
+    for i in reversed(gates):
+        apart[i - 1 : i + 1] = ["linear_prompt.cu:linear_prompt"]
+    assert beside == apart
+    monkeypatch.setattr(runner.points, "eager", [lambda plan: False])
+    assert "mlp.cu:swiglu" in launched()
 
 
 def test_an_engine_tells_what_it_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

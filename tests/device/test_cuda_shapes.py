@@ -27,6 +27,7 @@ from polydraft.contracts.packing import PACKINGS, pack
 from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import attention as attention_module
+from polydraft_cuda.kernels import linear as linear_module
 from tests.device.paper import SHAPES, Half, Shape, experts_of_half
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
@@ -110,8 +111,11 @@ def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shap
     ("inputs", "width", "most"),
     [(512, SHAPES[0].ffn, 256), (2560, 3072, 128), (4096, 1408, 128), (1024, SHAPES[0].ffn // 2, 128)],
 )
-def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice, inputs: int, width: int, most: int):
-    rows = 257
+def test_a_captured_activation_leaves_what_two_launches_leave(
+    opened: CudaDevice, inputs: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
+):
+    least, rows = 300, 700
+    monkeypatch.setattr(linear_module, "LEAST_PROMPT_ROWS", least)
     projection, gated = Projection(opened, inputs, 2 * width, rows=rows), opened.empty("gated", (rows, width), opened.dtype)
     activation = SwigluV1(gate_up=projection.out, out=gated)
     activate = launch_of(opened, "swiglu", activation, limits(rows))
@@ -131,9 +135,9 @@ def test_a_captured_activation_leaves_what_two_launches_leave(opened: CudaDevice
         assert np.isnan(found[n:]).all(), "nothing behind the launch length is written"
         return found[:n], launches
 
-    for n in (1, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 257):
+    for n in (1, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 257, least - 1, least, rows - 2):
         (wanted, apart), (found, once) = (run(n, captured=captured) for captured in (False, True))
-        assert (apart, once) == (2, 1 if n <= most else 2)
+        assert (apart, once) == (2, 1 if n <= most or n >= least else 2)
         assert np.abs(found - wanted).max() <= 4 * EPS[opened.dtype] * max(float(np.abs(wanted).max()), 1.0), n
 
 

@@ -113,7 +113,7 @@ class CudaPass:
         if activate.gate_up is not project.out or not linear.is_gated(self._device, self._lend(project)):
             return None
         why = "gate and up are not stored, which nobody else reads"
-        return _unless_read(program, place, Rewritten(nodes, "gated", why, (project.out,)))
+        return _unless_read(program, place, Rewritten(nodes, "gated", why, (project.out,), beside_graphs=True))
 
     def _summed(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("linear_leaves", "sum_leaves"))

@@ -52,13 +52,15 @@ class Rewritten:
     """One launch that a backend's pass gives to another of its kernels, or several in a row that it gives to one.
 
     `dead`: buffers that several launches would write and that this kernel does not. `why`: what is gained, and what allows it,
-    for people. Several become one only where launches are captured as a graph. Launched one by one they stay what they were, so
+    for people. Several become one only where launches are captured as a graph and, `beside_graphs`, in steps of such an engine
+    that no graph fits, which prompts are, unless an instrument wants launches one by one. Otherwise they stay what they were, so
     that whoever looks between launches finds what each contract says."""
 
     nodes: tuple[Node, ...]
     kernel: str
     why: str
     dead: tuple[Buffer, ...] = ()
+    beside_graphs: bool = False
 
     @property
     def captured(self) -> bool:

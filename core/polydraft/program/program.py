@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -87,16 +87,18 @@ Lengths = tuple[int, ...]
 @dataclass(frozen=True)
 class Program:
     """A flat list of bound launches. `run` only calls each launch in turn; no other host work happens. `captured`: the
-    list from which a graph is captured, if the backend's program pass merged more launches there; () if it is the same list."""
+    list from which a graph is captured, if the backend's program pass merged more launches there; () if it is the same list.
+    `beside`: the calls of a step that no graph fits, in an engine that has graphs; () if they are the same."""
 
     name: str
     entries: tuple[Bound, ...]
     calls: tuple[tuple[Launch, int], ...]
     captured: tuple[Bound, ...] = ()
+    beside: tuple[tuple[Launch, int], ...] = ()
 
-    def run(self, stream: Stream, lengths: Lengths) -> None:
+    def run(self, stream: Stream, lengths: Lengths, *, beside_graphs: bool = False) -> None:
         """Enqueue every launch in order; never blocks, never allocates."""
-        for launch, unit in self.calls:
+        for launch, unit in (beside_graphs and self.beside) or self.calls:
             launch(stream, lengths[unit])
 
     def recorded(self) -> Iterator[tuple[str, Launch, int]]:
@@ -248,14 +250,14 @@ class ProgramBuilder:
                 bound[id(entry)] = self.bind(entry)
             return bound[id(entry)]
 
-        apart = tuple(
-            bind(one)
-            for entry in entries
-            for one in (entry.nodes if isinstance(entry, Rewritten) and entry.captured else (entry,))
-        )
-        together = tuple(map(bind, entries))
-        calls = tuple((one.launch, one.unit) for one in apart)
-        return Program(self.name, apart, calls, () if together == apart else together)
+        def listed(merged: Callable[[Rewritten], bool]) -> tuple[Bound, ...]:
+            """With runs apart, but for those that are `merged`."""
+            found = ((e,) if not isinstance(e, Rewritten) or not e.captured or merged(e) else e.nodes for e in entries)
+            return tuple(bind(one) for run in found for one in run)
+
+        apart, beside, together = listed(lambda run: False), listed(lambda run: run.beside_graphs), listed(lambda run: True)
+        calls, own = (tuple((one.launch, one.unit) for one in found) for found in (apart, beside))
+        return Program(self.name, apart, calls, () if together == apart else together, () if own == calls else own)
 
 
 def build(builders: Sequence[ProgramBuilder]) -> tuple[Program, ...]:

@@ -312,7 +312,8 @@ class Runner:
         if shape is None or self.graphs is None:
             assert piece != "step", "only a step that is replayed is whole"
             program = self.drafts[kind][flight.plan.num_drafts] if piece == "draft" else self.programs[kind][piece]
-            program.run(self.device.stream, flight.lengths)
+            beside = self.graphs is not None and not self.points.eager
+            program.run(self.device.stream, flight.lengths, beside_graphs=beside)
         elif self.points.replay:
             self.points.notify_around("replay", Replay(kind, piece, *shape), self.graphs.replay, kind, piece, shape)
         else:

@@ -33,6 +33,7 @@ from polydraft_cuda.kernels.projections import (
     num_blocks,
     pair,
     plain,
+    prompt,
     rows,
     rows_of,
     split,
@@ -71,6 +72,8 @@ ORDER_ROWS: Final = 128
 """Rows of such a block in which a large number of them is taken."""
 ORDER_BYTES: Final = 224 << 10
 """Bytes of shared memory of such a block at most."""
+LEAST_PROMPT_ROWS = 4096
+"""Rows from which on gate, up and their activation are faster by `linear_prompt` than by cuBLASLt and a launch behind it."""
 STREAM_TOKENS: Final = (8, 16)
 SMALL: Final = 12 << 20
 """Bytes of a matrix up to which `linear_stream` is faster: nothing has to be summed over blocks."""
@@ -243,7 +246,8 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
         most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
         joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
         steps = [(most, sequence(*before, joined))]
-    return by_rows([*steps, (1 << 30, apart)])
+    steps.append((LEAST_PROMPT_ROWS - 1 if is_whole(device, a) else 1 << 30, apart))
+    return by_rows([*steps, (1 << 30, prompt(device, a, out))] if is_whole(device, a) else steps)
 
 
 def gated_splits(device: CudaDevice, a: Any) -> tuple[Split, ...]:

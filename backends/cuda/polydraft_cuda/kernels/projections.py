@@ -63,6 +63,10 @@ ROWS_BYTES = 190 << 10
 """Bytes of `linear_rows` in flight."""
 SHARING: Final = 2
 """Blocks of `linear_split` that bring many rows of x for each other, where one has all inputs of its outputs."""
+PROMPT_STAGES: Final = 4
+"""Of `linear_prompt`, as many as there is room for."""
+PROMPT_BANDS: Final = 8
+"""Of 256 rows, which `linear_prompt` takes through all outputs before the next ones."""
 PAIR_STAGES: Final = {8: 7, 16: 6, 32: 5}
 """Rows of a launch of `linear_pair` at most, to the double chunks in flight."""
 _FLAGS: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -278,6 +282,20 @@ def split(device: CudaDevice, a: Any, size: Split, gated: Any = None, *, leaves:
         tensor_map(device, matrix, width, paired=int(gated is not None), chunks=chunks),
         tensor_map(device, a.x, tokens // sharing), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
         cluster=max(blocks, sharing) if blocks * sharing > 1 else None, dependent=True,
+    )  # fmt: skip
+
+
+def prompt(device: CudaDevice, a: Any, gated: Any) -> Launch:
+    """`linear_prompt` for any number of rows, of gate and up: silu(gate) * up goes to `gated`."""
+    outputs, inputs = a.weight.shape
+    function = device.function(
+        source("linear_prompt.cu"), "linear_prompt", arch_features="a", GATED=1, STAGES=PROMPT_STAGES, BANDS=PROMPT_BANDS,
+        **act(a.x.dtype),
+    )  # fmt: skip
+    threads, shared = 3 * 128, PROMPT_STAGES * 3 * 128 * 128 + 8 * 16 * 72 * 2 + 1024
+    return function.bind(
+        2 * function.most_clusters(threads, shared, 2), threads, tensor_map(device, a.weight, 128, paired=8),
+        tensor_map(device, a.x, 128), gated, ROWS, outputs, inputs, shared=shared, cluster=2, dependent=True,
     )  # fmt: skip
 
 

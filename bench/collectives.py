@@ -3,7 +3,8 @@
     python bench/collectives.py
 
 Two threads of one process, a GPU each, replay a graph of `LAUNCHES` launches at the same time; a figure is the median of the
-replays over the launches, which follow each other as in a step.
+replays over the launches, which follow each other as in a step. Ranks meet in memory of each other's GPUs and, where it is
+installed, over NCCL.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from polydraft_cuda import polydraft_collectives, polydraft_open_device
 from polydraft_cuda.device import CudaDevice, device_name, driver_version
 from polydraft_cuda.graph import CudaCapture
 from polydraft_cuda.kernels import norms
+from polydraft_cuda.nccl import library
+from polydraft_cuda.ranks import WAYS
 
 WIDTH, ROWS, LAUNCHES, REPLAYS = 4096, (1, 8, 32, 64, 128, 256, 1024), 50, 20
 LIMITS = Limits(64, 3, max(ROWS), 256, 4096, 16, 64, 256, 4, 4096)
@@ -34,7 +37,7 @@ OUT = Path(__file__).resolve().parent / "results" / "collectives.json"
 
 
 def launches(device: CudaDevice, group: Group) -> dict[str, Any]:
-    """What is timed, by name: the sum alone, with the norm behind it, and joined with that."""
+    """What is timed, by name: the sum alone, with the norm behind it, and, over memory, joined with that."""
     found = polydraft_collectives(device, group)
     x, y, out = (device.zeros(name, (max(ROWS), WIDTH), "bf16") for name in ("x", "y", "out"))
     weight: Any = device.zeros("weight", (WIDTH,), "bf16")
@@ -42,13 +45,14 @@ def launches(device: CudaDevice, group: Group) -> dict[str, Any]:
     summed = record(x=y, step=device.zeros("step", (1,), "i32"))
     normed = RmsNormV1(x=x, weight=weight, eps=1e-6, plus_one=False, out=out)
     sums, norm = found.providers["all_reduce"].bind(summed, LIMITS, None), norms.norm(device, normed, x, y)
-    kernels: Any = found.program_pass.kernels  # type: ignore[union-attr]
-    joined = kernels["norm_of_sum"].provider.bind(CompositeArgs((summed, ResidualAddV1(x=x, y=y), normed)), LIMITS, None)
-    return {
-        "all_reduce": sums,
-        "all_reduce, residual_add+rms_norm": lambda s, n: (sums(s, n), norm(s, n)),
-        "all_reduce+residual_add+rms_norm": joined,
-    }
+    timed: dict[str, Any] = {
+        "all_reduce": sums, "all_reduce, residual_add+rms_norm": lambda s, n: (sums(s, n), norm(s, n)),
+    }  # fmt: skip
+    if found.program_pass is not None:
+        kernels: Any = found.program_pass.kernels
+        joined = kernels["norm_of_sum"].provider.bind(CompositeArgs((summed, ResidualAddV1(x=x, y=y), normed)), LIMITS, None)
+        timed["all_reduce+residual_add+rms_norm"] = joined
+    return timed
 
 
 def again(launch: Callable[[Any, int], object], stream: Any, rows: int) -> None:
@@ -57,10 +61,12 @@ def again(launch: Callable[[Any, int], object], stream: Any, rows: int) -> None:
         launch(stream, rows)
 
 
-def main() -> int:
-    """Measure, print and write."""
+def measured(way: str) -> dict[tuple[str, int], float]:
+    """Microseconds by name and rows, where ranks meet in this way."""
     exchanges = Exchange.of_threads(2, max(ROWS) * WIDTH * 4, 30.0)
-    devices = [polydraft_open_device("cuda:0", DeviceOptions("bf16", rank=rank)) for rank in range(2)]
+    devices = [
+        polydraft_open_device(f"cuda:0?collectives={way}", DeviceOptions("bf16", rank=rank, num_ranks=2)) for rank in (0, 1)
+    ]
     barrier, found = threading.Barrier(2), dict[tuple[str, int], float]()
 
     def run(rank: int) -> None:
@@ -86,15 +92,23 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        print(f"{name:18s}", *(f"{count}: {found[name, count]:6.2f}" for count in ROWS), "us", file=sys.stderr)
-        own = {"shape": f"rows of {WIDTH}", "backend": "cuda", "draft_tokens": 0, "dtype": "bf16", "launches": name}
-        rows += [{**own, "batch": count, "us": found[name, count]} for count in ROWS]
-    method = f"median of {REPLAYS} replays of a graph of {LAUNCHES} launches, host clock, over the launches"
-    report.write(str(OUT), report.document(rows, method=method, device=device_name(0), driver=str(driver_version())))
     for device in devices:
         device.close()
+    return found
+
+
+def main() -> int:
+    """Measure, print and write."""
+    rows = []
+    for way in WAYS if library() else ("peers",):
+        found = measured(way)
+        for name in dict.fromkeys(name for name, _ in found):
+            called = name if way == "peers" else f"{name} over {WAYS[way]}"
+            print(f"{called:18s}", *(f"{count}: {found[name, count]:6.2f}" for count in ROWS), "us", file=sys.stderr)
+            own = {"shape": f"rows of {WIDTH}", "backend": "cuda", "draft_tokens": 0, "dtype": "bf16", "launches": called}
+            rows += [{**own, "batch": count, "us": found[name, count]} for count in ROWS]
+    method = f"median of {REPLAYS} replays of a graph of {LAUNCHES} launches, host clock, over the launches"
+    report.write(str(OUT), report.document(rows, method=method, device=device_name(0), driver=str(driver_version())))
     return 0
 
 

@@ -247,12 +247,14 @@ class Collectives:
     """What `polydraft_collectives` returns: providers and versions of one rank, by contract of `COLLECTIVES`.
 
     `program_pass`: over programs with collectives, in the place of the one that the backend's kernel table brings; None: that one
-    sees them, too. `nbytes`: of device memory that they take once they are bound, which is then left for them."""
+    sees them, too. `nbytes`: of device memory that they take once they are bound, which is then left for them. `meets`: how ranks
+    meet and why, for `--explain`, where there is a choice."""
 
     providers: Mapping[str, Provider]
     versions: Mapping[str, int]
     program_pass: ProgramPass | None = None
     nbytes: int = 0
+    meets: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,8 @@ class DeviceOptions:
     """The engine may sleep: what `prepare_weight` and `allocate_cache` allocate has to be able to go."""
     rank: int = 0
     """Which rank of a model that is split over several, for backends whose ranks have a device each."""
+    num_ranks: int = 1
+    """Over how many."""
 
 
 __all__: Sequence[str] = [

@@ -229,7 +229,7 @@ class Engine:
             features = (*features, self._constraints)
         options = DeviceOptions(
             self.resolved.dtype, self.resolved.invariant, self.config.allow_cpu_fallback, self.config.enable_sleep_mode,
-            self._own_rank,
+            self._own_rank, self.resolved.ranks,
         )  # fmt: skip
         self.device = self.plugins.open_device(self.config.device, options)
         self._negotiate_again(needs)
@@ -237,6 +237,8 @@ class Engine:
         if self.group is not None:
             collectives = self.plugins.collectives(self.device, self.group)
             self.table, meeting = self.table.with_collectives(collectives, self.info.name), collectives.nbytes
+            if collectives.meets is not None:
+                self.resolved = self.resolved.with_decision("collectives", *collectives.meets)
         self._refuse_strangers()
         self.packing_errors: Mapping[str, float] = {}
         """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all. Of

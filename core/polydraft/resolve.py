@@ -92,6 +92,10 @@ class Resolved:
         """Name to chosen value, for the `config` of JSON answers."""
         return {d.name: d.chosen for d in self.decisions}
 
+    def with_decision(self, name: str, chosen: str, reason: str) -> Resolved:
+        """The same plan with one more thing that was decided, which is no option."""
+        return dataclasses.replace(self, decisions=(*self.decisions, Decision(name, AUTO, chosen, reason)))
+
     def with_blocks(self, num_blocks: int, reason: str) -> Resolved:
         """The same plan with a pool of so many KV blocks."""
         size = int(self.describe()["kv_cache_bytes"]) // self.limits.num_blocks

@@ -49,6 +49,7 @@ from polydraft_cuda import CAPABILITIES
 from polydraft_cuda.compiler import ROWS, _value
 from polydraft_cuda.forward_meta import CudaForwardMeta
 from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels.carried import kernels as carried
 from polydraft_cuda.kernels.collectives import kernels as collectives
 from polydraft_cuda.kernels.packed import CudaPackedWeight
 from polydraft_cuda.kernels.packed import prepare as prepare_packed
@@ -180,7 +181,8 @@ def bind_on_paper(name: str, case: Case, act: str = "f32", **options: Any) -> li
 
 
 def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bound]:
-    """Bind a collective of one of so many ranks to arguments shaped as in the contract's cases; what was bound."""
+    """Bind a collective of one of so many ranks to arguments shaped as in the contract's cases, over memory of each other's GPUs
+    and over NCCL; what was bound."""
     device, contract = PaperDevice(dtype=act, **options), COLLECTIVES[name]
     place = paper_place(device, ranks)
     for case in map(of_rank, default_cases(stacked(contract), 2), itertools.repeat(0)):
@@ -191,8 +193,9 @@ def bind_collectives(name: str, act: str, ranks: int, **options: Any) -> list[Bo
                 continue
             shape = case.outputs[key][0] if key in case.outputs else case.arrays[key].shape
             values[key] = device.empty(key, shape, dtype_of(contract, case, key, act))
-        provider = CudaProvider(collectives(place)[name], device)  # type: ignore[arg-type]
-        provider.bind(contract.args(**values), limits_of(contract, case), None)
+        for made in (collectives(place), carried(place)):
+            provider = CudaProvider(made[name], device)  # type: ignore[arg-type]
+            provider.bind(contract.args(**values), limits_of(contract, case), None)
     return device.bound
 
 

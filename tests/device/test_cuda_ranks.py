@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,27 +24,30 @@ import polydraft_cuda
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.config import EngineConfig
-from polydraft.conformance import collective_checks
-from polydraft.conformance.harness import run_kernel
+from polydraft.conformance import collective_checks, rank_jobs
+from polydraft.conformance.harness import Bound, run_golden, run_kernel
 from polydraft.conformance.target import Target
 from polydraft.contracts import COLLECTIVES, AllReduceV1, ArgmaxPairV1, LinearV1, ResidualAddV1, RmsNormV1
 from polydraft.contracts.base import Case, Limits
-from polydraft.contracts.compare import from_host, to_host
+from polydraft.contracts.compare import compare, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.sum_leaves import tree_sum
+from polydraft.contracts.stacking import stacked
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.models import Checkpoint
+from polydraft.plugins.plugins import Plugins
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
-from polydraft.ranks import Exchange, Group
+from polydraft.ranks import Exchange, Group, Note
 from polydraft.sentinels import NO_TOKEN
+from polydraft_cuda import nccl
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import kernels
 from polydraft_cuda.kernels.collectives import _blocks
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.probe import look
 from polydraft_cuda.program_pass import CudaPass
-from polydraft_cuda.ranks import CHUNK, MeetingPlace, span
+from polydraft_cuda.ranks import CHUNK, WAYS, MeetingPlace, collectives, span
 from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_norm
 from tests.step.test_ranks_faults import run
@@ -55,6 +60,10 @@ from tests.support.runs import Ask, drive, essence
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
 LIMITS = Limits(64, 3, 512, 256, 1024, 16, 64, 64, 4, 151680)
+over_nccl = pytest.mark.skipif(nccl.library() is None, reason="needs NCCL, which the extra nccl brings")
+PEERS, NCCL = "cuda:0?collectives=peers", "cuda:0?collectives=nccl"
+meetings = pytest.mark.parametrize("meets", [PEERS, pytest.param(NCCL, marks=over_nccl)], ids=["peers", "nccl"])
+"""Both ways in which ranks meet."""
 
 
 # -- on paper -----------------------------------------------------------------------------------------
@@ -75,6 +84,94 @@ def test_devices_that_do_not_suffice_are_refused(spec: str, words: str, monkeypa
     monkeypatch.setattr("polydraft_cuda.probe.look", lambda: replace(look(), reason=""))
     with pytest.raises(DeviceError, match=words):
         polydraft_cuda.polydraft_open_device(spec, DeviceOptions(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("option", "linked", "installed", "wanted"),
+    [
+        ("", True, True, ("peers", "the GPUs reach each other's memory")),
+        ("", False, True, ("nccl", "cuda:0 cannot reach memory of cuda:1")),
+        ("?collectives=nccl", True, True, ("nccl", "asked for")),
+        ("?collectives=peers", True, False, ("peers", "asked for")),
+        ("", False, False, "cuda:0 cannot reach memory of cuda:1 .*: ranks would meet over NCCL, which is not installed"),
+        ("?collectives=nccl", True, False, r"pip install 'polydraft\[nccl\]'"),
+        ("?collectives=peers", False, True, "cuda:0 cannot reach memory of cuda:1 .*leave the option out"),
+        ("?collectives=ring", True, True, "has the option 'collectives=ring', wanted collectives=peers or nccl"),
+    ],
+)  # fmt: skip
+def test_ranks_meet_as_asked_or_as_their_gpus_allow(
+    option: str, linked: bool, installed: bool, wanted: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("polydraft_cuda.probe.look", lambda: replace(look(), reason=""))
+    monkeypatch.setattr("polydraft_cuda.device.reaches", lambda index, other: linked)
+    monkeypatch.setattr("polydraft_cuda.device.CudaDevice", lambda index, **options: SimpleNamespace(index=index, **options))
+    monkeypatch.setattr("polydraft_cuda.nccl.library", lambda: object() if installed else None)
+    for spec, rank in itertools.product((f"cuda{option}", f"cuda:0{option}", f"cuda:0,1{option}"), range(2)):
+        if isinstance(wanted, str):
+            with pytest.raises(DeviceError, match=wanted):
+                polydraft_cuda.polydraft_open_device(spec, DeviceOptions(rank=rank, num_ranks=2))
+        else:
+            opened: Any = polydraft_cuda.polydraft_open_device(spec, DeviceOptions(rank=rank, num_ranks=2))
+            assert (opened.index, opened.meets[0]) == (rank, wanted[0])
+            assert opened.meets[1].startswith(wanted[1])
+            info = Plugins.load("cuda").info_of(opened)
+            assert info.capabilities.ordered_sums == (wanted[0] == "peers")
+
+
+def test_two_ranks_on_one_gpu_do_not_meet_over_nccl(monkeypatch: pytest.MonkeyPatch):
+    """A process that is one of several ranks and was not told so, as in the kit, looks at nothing."""
+    monkeypatch.setattr("polydraft_cuda.nccl.library", object)
+    with pytest.raises(DeviceError, match="two ranks on one GPU"):
+        nccl.choose("nccl", [0, 0], lambda index, other: True)
+    assert nccl.choose("", [0, 0], lambda index, other: False)[0] == "peers"
+
+
+@pytest.mark.parametrize("meets", [("nccl", "asked for"), ("peers", "linked")])
+def test_only_over_memory_launches_are_joined(meets: tuple[str, str]):
+    device: Any = PaperDevice()
+    device.meets = meets
+    found = collectives(device, Group(0, 2, Exchange.of_threads(2, 1 << 20)[0]))
+    assert (found.program_pass is None) == (meets[0] == "nccl")
+    assert set(found.providers) == set(COLLECTIVES.names())
+    assert found.meets == (WAYS[meets[0]], meets[1])
+
+
+@pytest.mark.parametrize("why", ["patience", "another rank gives up", "a rank fails", "closed"])
+def test_a_communicator_is_aborted_when_its_launches_wait_in_vain(why: str):
+    exchanges, aborted = Exchange.of_threads(2, 64), threading.Event()
+    exchange = exchanges[0]
+    came, fault, closing, ended = np.array([3, 2, 1, 5, 7, 4, 64, 0]), np.zeros(8, np.int64), threading.Event(), threading.Event()
+    exchange.patience_s = 0.1 if why == "patience" else math.inf
+    watcher = threading.Thread(target=nccl._watch, args=(exchange, came, fault, 1, closing, ended, aborted.set), daemon=True)
+    watcher.start()
+    assert not aborted.wait(0.08)
+    if why == "another rank gives up":
+        exchanges[1].patience_s = 0.05
+        with pytest.raises(DeviceError):
+            exchanges[1].judge(Note("all_reduce", 5, 7, 4, 64), 0)
+    elif why == "a rank fails":
+        with pytest.raises(DeviceError):
+            exchanges[1].fail("it fails")
+    elif why == "closed":
+        closing.set()
+    assert aborted.wait(5)
+    assert ended.is_set()
+    assert fault.tolist() == ([0] * 8 if why == "closed" else [1, 1, 5, 7, 4, 64, 1, 0])
+
+
+def test_a_communicator_whose_launches_go_on_is_not_aborted():
+    exchange, aborted = Exchange.of_threads(2, 64, 0.1)[0], threading.Event()
+    came, fault, closing, ended = np.zeros(8, np.int64), np.zeros(8, np.int64), threading.Event(), threading.Event()
+    watcher = threading.Thread(target=nccl._watch, args=(exchange, came, fault, 1, closing, ended, aborted.set), daemon=True)
+    watcher.start()
+    for count in range(1, 8):
+        came[:2] = count, count - 1
+        time.sleep(0.05)
+    came[1] = came[0]
+    assert not aborted.wait(0.3)
+    closing.set()
+    watcher.join(5)
+    assert aborted.is_set()
 
 
 def test_a_stretch_holds_what_a_block_brings():
@@ -389,6 +486,98 @@ def test_captured_norms_of_sums_add_to_the_newest_stream(rows: int, width: int):
         one.device.close()
 
 
+class OverNccl:
+    """Two ranks of this process that meet over NCCL, a GPU each; use it in `with`. Nothing is allocated while one of them waits
+    for the other, which might wait for that."""
+
+    def __init__(self, act: str, patience_s: float = 20.0) -> None:
+        self.exchanges = Exchange.of_threads(2, 1 << 24, patience_s)
+        options = [DeviceOptions(act, rank=rank, num_ranks=2) for rank in range(2)]
+        self.devices: list[Any] = [polydraft_cuda.polydraft_open_device(NCCL, one) for one in options]
+        groups = [Group(rank, 2, exchange) for rank, exchange in enumerate(self.exchanges)]
+        self.made = [polydraft_cuda.polydraft_collectives(*one) for one in zip(self.devices, groups, strict=True)]
+        self.act = act
+
+    def __enter__(self) -> OverNccl:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for exchange in self.exchanges:
+            exchange.close()
+        for device in self.devices:
+            device.close()
+
+    def bind(self, name: str, *cases: Case) -> list[Bound]:
+        """A collective of each rank, bound to its case."""
+        made = zip(cases, self.devices, self.made, strict=True)
+        return [Bound(COLLECTIVES[name], case, device, ours, act=self.act) for case, device, ours in made]  # type: ignore[arg-type]
+
+    def launch(self, bound: list[Bound], *lengths: int) -> list[Any]:
+        """What ranks are left with behind a launch of these lengths, or raise."""
+
+        def work(one: Bound, n: int) -> Any:
+            def run() -> Any:
+                one.launch(one.stream, n)
+                one.device.synchronize()
+                return one
+
+            return run
+
+        found = collective_checks.together([work(one, n) for one, n in zip(bound, lengths, strict=True)])
+        return [one if isinstance(one, Exception) else one.read() for one in found]
+
+
+@on_a_gpu
+@on_two
+@over_nccl
+@pytest.mark.parametrize("name", COLLECTIVES.names())
+def test_collectives_over_nccl_keep_their_contracts(name: str):
+    contract = COLLECTIVES[name]
+    whole = stacked(contract)
+    with OverNccl("f32") as ranks:
+        for case in rank_jobs.cases(name):
+            if rank_jobs.num_ranks(case) != 2:
+                continue
+            found = ranks.launch(ranks.bind(name, *(rank_jobs.of_rank(case, rank) for rank in range(2))), case.n, case.n)
+            got = {key: np.stack([one[key] for one in found]) for key in found[0]}
+            compared = compare(whole, case, got, run_golden(whole, case))
+            assert compared.ok, compared
+
+
+@on_a_gpu
+@on_two
+@over_nccl
+@pytest.mark.parametrize("act", polydraft_cuda.CAPABILITIES.rank_dtypes)
+def test_sums_over_nccl_have_the_bits_of_those_over_memory(act: str):
+    rng = np.random.default_rng(3)
+    with OverNccl(act) as ranks:
+        for rows, width in ((1, 4096), (3, 7), (5, 515), (40, 4096), (301, 4098)):
+            x = from_host(to_host(rng.standard_normal((2, rows, width)).astype(np.float32), act), act).astype(np.float32)
+            cases = [Case("sums", {"x": x[rank], "step": np.full(1, 3, np.int32)}, {}, rows) for rank in range(2)]
+            for found in ranks.launch(ranks.bind("all_reduce", *cases), rows, rows):
+                np.testing.assert_array_equal(found["x"], to_host(tree_sum(list(x)), act))
+
+
+@on_a_gpu
+@on_two
+@over_nccl
+@pytest.mark.parametrize("comes", ["not", "for as many bytes of something else", "for more rows"])
+def test_a_gather_that_a_rank_does_not_come_to_names_it(comes: str):
+    x = np.ones((128, 1), np.float32)
+    case = Case("sums", {"x": x, "step": np.full(1, 3, np.int32)}, {}, 100)
+    with OverNccl("f32", 1.0) as ranks:
+        first, second = ranks.bind("all_reduce", case, case), ranks.bind("all_reduce", case, case)
+        assert not any(isinstance(one, Exception) for one in ranks.launch(first, 100, 100))
+        begin = time.monotonic()
+        if comes == "not":
+            found = ranks.launch([second[0], first[1]][:1], 100)
+        else:
+            found = ranks.launch([second[0], first[1] if "else" in comes else second[1]], 100, 100 if "else" in comes else 101)
+        assert time.monotonic() - begin < 10
+        assert isinstance(found[0], DeviceError)
+        assert ("rank 1 did not come to all_reduce" if comes == "not" else "rank 1 came for all_reduce") in str(found[0])
+
+
 @on_a_gpu
 @on_two
 @pytest.mark.parametrize("n", [4, 100])
@@ -434,14 +623,19 @@ def served(ranks: int, model: str, **options: Any) -> list[RequestOutput]:
 
 @on_a_gpu
 @on_two
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("drafts", "overlap", "meets"),
+    [
+        *((drafts, overlap, PEERS) for drafts in (0, 3, 5) for overlap in (0, 1)),
+        *(pytest.param(drafts, 1, NCCL, marks=over_nccl) for drafts in (0, 3)),
+    ],
+)
 @pytest.mark.parametrize("graph", ["off", "decode"])
-@pytest.mark.parametrize("drafts", [0, 3, 5])
 @pytest.mark.parametrize("model", ["narrow", "sparse-glm", "sparse-ernie"])
-def test_texts_and_rounds_are_those_of_one(model: str, drafts: int, graph: str, overlap: int):
+def test_texts_and_rounds_are_those_of_one(model: str, graph: str, drafts: int, overlap: int, meets: str):
     options = {"draft_tokens": drafts, "graph": graph, "overlap": overlap}
     wanted = served(1, model, **options)
-    assert [dict(essence(one)) for one in served(2, model, **options)] == [dict(essence(one)) for one in wanted]
+    assert [dict(essence(one)) for one in served(2, model, device=meets, **options)] == [dict(essence(one)) for one in wanted]
 
 
 @on_a_gpu
@@ -610,9 +804,12 @@ def test_new_weights_from_a_directory_and_from_memory(model: str, graph: str):
 
 @on_a_gpu
 @on_two
+@pytest.mark.parametrize("graph", ["off", "decode"])
 @pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_that_dies_or_stops_ends_all(fatal: signal.Signals):
-    with over(2, "narrow", draft_tokens=2) as running:
+@meetings
+def test_a_rank_that_dies_or_stops_ends_all(fatal: signal.Signals, meets: str, graph: str):
+    """And the next engine of the process starts anew."""
+    with over(2, "narrow", draft_tokens=2, device=meets, graph=graph) as running:
         assert {output.finish_reason for output in run(running)} == {"length"}
         assert running._followers is not None
         (channel,) = running._followers._channels
@@ -628,3 +825,5 @@ def test_a_rank_that_dies_or_stops_ends_all(fatal: signal.Signals):
         assert {output.finish_reason for output in outputs} == {"error"}
         assert "rank 1" in running.failure
         assert "every rank ends here" in running.failure
+    with over(2, "narrow", draft_tokens=2, device=meets, graph=graph) as running:
+        assert {output.finish_reason for output in run(running)} == {"length"}

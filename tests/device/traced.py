@@ -152,8 +152,8 @@ def engine_of(name: str, folder: Path, patch: pytest.MonkeyPatch, **more: Any) -
     file = folder / "shape.json"
     file.write_text(json.dumps(BLOCK | shape), encoding="utf-8")
 
-    def opened(index: int, dtype: str, row_invariant: bool, can_sleep: bool) -> Any:
-        assert (index, can_sleep) == (0, False)
+    def opened(index: int, dtype: str, row_invariant: bool, can_sleep: bool, meets: Any) -> Any:
+        assert (index, can_sleep, meets) == (0, False, None)
         return TracedDevice(ReferenceDevice("cpu"), dtype=dtype, row_invariant=row_invariant, **properties)
 
     patch.setattr(polydraft_cuda.probe, "look", lambda: SimpleNamespace(reason="", devices=("cuda:0",)))

@@ -37,7 +37,7 @@ BROUGHT: dict[str, tuple[str, ...]] = {
     "ray": ("ray", "serve"),
 }  # fmt: skip
 """Extra to what works with it alone."""
-RESOLVED = ("test", "all")
+RESOLVED = ("test", "all", "nccl")
 """Extras of gigabytes: pip finds a set of packages for them here, and `make test` installs what is in them."""
 ELSEWHERE = {"paddle-gpu": "paddlepaddle-gpu", "xpu": "paddlepaddle-xpu"}
 """Extras whose package is on an index of Paddle's own, and is to be refused by name where that is not given."""

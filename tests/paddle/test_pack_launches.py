@@ -39,7 +39,7 @@ class Traced(PaperDevice):
         return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.num_sms // cluster)
 
 made = []
-def alone(index, dtype, row_invariant, can_sleep):
+def alone(index, dtype, row_invariant, can_sleep, meets):
     made.append(Traced(ReferenceDevice("cpu")))
     return made[-1]
 def guest(host, index):

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 
 from polydraft import Engine, SamplingParams
+from polydraft.backend import DeviceOptions
 from polydraft.errors import CapabilityError
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from polydraft.models.ranks import OfRank, Share, of_ranks, shares_of
 from polydraft.plugins.default_backend import default_backend
+from polydraft.plugins.plugins import Plugins
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import ARRAYS, FLAGS, WHOLE, PlanReader, PlanWriter
+from polydraft.ranks import Group
+from polydraft.reference.table import collectives
 from tests.support import tiny
 from tests.support.depth import among
 from tests.support.emulator import SCHEDULES, emulated
@@ -52,6 +56,24 @@ def test_texts_and_rounds_are_those_of_one_rank(model: str, ranks: int, drafts: 
         assert texts(running, model) == on_one_rank(model, drafts)
         assert running.scheduler.num_preemptions > 0
         assert running.ledger.num_hits > 0
+
+
+def test_how_ranks_meet_is_told_where_there_is_a_choice(monkeypatch: pytest.MonkeyPatch):
+    def choosing(device: Any, group: Group) -> Any:
+        return dataclasses.replace(collectives(device, group), meets=("a ring", f"they are {num_ranks[group.rank]}"))
+
+    def opened(self: Plugins, spec: str, options: DeviceOptions) -> Any:
+        num_ranks[options.rank] = options.num_ranks
+        return open_device(self, spec, options)
+
+    num_ranks, open_device = dict[int, int](), Plugins.open_device
+    monkeypatch.setattr("polydraft.reference.table.collectives", choosing)
+    monkeypatch.setattr(Plugins, "open_device", opened)
+    with split("narrow", 2) as running:
+        found = [one for one in running.resolved.decisions if one.name == "collectives"]
+        assert [(one.chosen, one.reason) for one in found] == [("a ring", "they are 2")]
+    with split("narrow", 1) as running:
+        assert "collectives" not in running.resolved.describe()
 
 
 @pytest.mark.parametrize(

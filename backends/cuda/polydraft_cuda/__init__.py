@@ -51,7 +51,7 @@ def polydraft_backend_info() -> BackendInfo:
         name="cuda",
         version=__version__,
         package="polydraft",
-        device_pattern="cuda:<index>, or one index for each rank, cuda:<index>,<index>",
+        device_pattern="cuda:<index>, or one index for each rank, cuda:<index>,<index>[?collectives=peers|nccl]",
         summary="NVIDIA GPUs: own kernels, streams and graphs, no tensor framework",
         available=not found.reason,
         reason=found.reason,
@@ -66,12 +66,16 @@ def polydraft_backend_info() -> BackendInfo:
 @hookimpl
 def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
     """Open `cuda:<index>` ("" and `cuda`: the first); of several ranks each the one that many behind it, or the one at its place
-    of `cuda:<index>,<index>`. Raises `DeviceError` saying what is missing."""
+    of `cuda:<index>,<index>`. They meet as `?collectives=` says, or as their GPUs allow. Raises `DeviceError` saying what is
+    missing."""
     from polydraft.errors import DeviceError
-    from polydraft_cuda.device import CudaDevice
+    from polydraft_cuda.device import CudaDevice, reaches
+    from polydraft_cuda.nccl import UNORDERED, choose
     from polydraft_cuda.probe import look
+    from polydraft_cuda.ranks import WAYS
 
-    kind, _, listed = (spec or "cuda:0").partition(":")
+    place, _, option = (spec or "cuda:0").partition("?")
+    kind, _, listed = place.partition(":")
     indices = (listed or "0").split(",")
     if kind != "cuda" or not all(index.isdecimal() for index in indices):
         raise DeviceError(
@@ -79,11 +83,19 @@ def polydraft_open_device(spec: str, options: DeviceOptions) -> CudaDevice:
         )
     if len(indices) > 1 and options.rank >= len(indices):
         raise DeviceError(f"--device {spec} has {len(indices)} devices, and this is rank {options.rank}; name one for each rank")
-    index = int(indices[options.rank]) if len(indices) > 1 else int(indices[0]) + options.rank
+    if option not in ("", *(f"collectives={way}" for way in WAYS)):
+        raise DeviceError(f"device {spec!r} has the option {option!r}, wanted collectives={' or '.join(WAYS)}; correct it")
+    first, num_ranks = int(indices[0]), max(options.num_ranks, options.rank + 1)
+    devices = [int(index) for index in indices] if len(indices) > 1 else [*range(first, first + num_ranks)]
     found = look()
     if found.reason:
         raise DeviceError(f"cuda is not available: {found.reason}")
-    return CudaDevice(index, dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep)
+    meets = choose(option.partition("=")[2], devices, reaches) if options.num_ranks > 1 else None
+    index = devices[options.rank]
+    device = CudaDevice(index, dtype=options.dtype, row_invariant=options.row_invariant, can_sleep=options.sleep, meets=meets)
+    if meets is not None and meets[0] == "nccl":
+        device.withdrawn = {"ordered_sums": UNORDERED}
+    return device
 
 
 @hookimpl
@@ -96,7 +108,7 @@ def polydraft_kernels(device: CudaDevice) -> KernelTable:
 
 @hookimpl
 def polydraft_collectives(device: CudaDevice, group: Group) -> Collectives:
-    """Over memory of each other's GPUs."""
+    """Over memory of each other's GPUs, or NCCL."""
     from polydraft_cuda.ranks import collectives
 
     return collectives(device, group)

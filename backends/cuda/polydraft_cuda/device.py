@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,12 +129,18 @@ class CudaEvent:
 
 class CudaDevice:
     """One GPU of this process. `dtype` is the activation dtype that the engine computes in; with `can_sleep` the memory of
-    weights and caches can be given back."""
+    weights and caches can be given back. `meets`: how ranks meet (`WAYS` of ranks.py), and why."""
 
+    withdrawn: Mapping[str, str] = MappingProxyType({})
+    """As `Withdrawing`."""
     uniform_routing = False
     """For benchmarks with random weights: experts are drawn by the bits of a row's logits (`bench/uniform_routing.py`)."""
 
-    def __init__(self, index: int = 0, *, dtype: str = "f32", row_invariant: bool = False, can_sleep: bool = False) -> None:
+    def __init__(
+        self, index: int = 0, *, dtype: str = "f32", row_invariant: bool = False, can_sleep: bool = False,
+        meets: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.meets = meets or ("peers", "")
         self.index, self.dtype, self.row_invariant = index, dtype, row_invariant
         self.spec = f"cuda:{index}"
         self.cuda: Any = driver.module()
@@ -147,7 +154,7 @@ class CudaDevice:
         self.held: list[object] = []
         """What lives until the device is closed: to free memory waits for all that runs, which may wait for this thread."""
         self.at_close: list[Callable[[], object]] = []
-        """Called when it is closed, behind the wait."""
+        """Called when it is closed, behind the wait, the last first."""
         self._open = True
         self._held = self._peak = 0
         self._memory: dict[int, tuple[str, int]] = {}
@@ -471,7 +478,7 @@ class CudaDevice:
         with contextlib.suppress(DeviceError):
             self.call("cuCtxSynchronize")
         self._open = False
-        for end in self.at_close:
+        for end in reversed(self.at_close):
             end()
         self.held.clear()
         for pointer in list(self._memory):
@@ -520,6 +527,14 @@ def device_name(index: int) -> str:
     """What the device calls itself."""
     name = driver.check(driver.module().cuDeviceGetName(100, _primary_context(index)[1]), "asking for a name")
     return bytes(name).partition(b"\0")[0].decode()
+
+
+def reaches(index: int, other: int) -> bool:
+    """Whether kernels on a device can read and write memory of another one."""
+    cuda, doing = driver.module(), f"asking whether cuda:{index} reaches memory of cuda:{other}"
+    driver.check(cuda.cuInit(0), doing)
+    ordinals = (driver.check(cuda.cuDeviceGet(one), doing) for one in (index, other))
+    return bool(driver.check(cuda.cuDeviceCanAccessPeer(*ordinals), doing))
 
 
 @functools.cache

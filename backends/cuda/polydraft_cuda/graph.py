@@ -21,7 +21,7 @@ class CudaGraph:
     def __init__(self, device: CudaDevice, executable: Any, nbytes: int) -> None:
         self._device, self._executable, self.nbytes = device, executable, nbytes
         self._launch, self._counters = device.cuda.cuGraphLaunch, device.counters
-        weakref.finalize(self, device.cuda.cuGraphExecDestroy, executable)
+        device.at_close.append(weakref.finalize(self, device.cuda.cuGraphExecDestroy, executable))  # once; NCCL waits for it
 
     def replay(self, stream: Stream) -> None:
         """Enqueue all of it by one call; never blocks."""

@@ -1,4 +1,5 @@
 """Where ranks of one host meet on their GPUs: memory of each that all others write into, and what happens when one stays away.
+GPUs that do not reach each other's memory meet over NCCL (`nccl.py`).
 
 Collectives (`kernels/collectives.cu`) run in this memory without the host. A launch that waits in vain gives up and leaves a note
 on the host; whoever waits for the device then asks the other hosts who is missing, or came for something else
@@ -14,6 +15,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,9 +38,11 @@ WORD_ROWS: Final = 16
 WORD_BYTES: Final = 32 << 10
 """Of such words of a row."""
 MOST_RANKS: Final = 8
+WAYS: Final = {"peers": "memory of each other's GPUs", "nccl": "NCCL"}
+"""How ranks meet, by the word of `--device` for it."""
 _DEAD: Final = 16
 """Words in front of the flags (`collectives.cu`)."""
-_LOOK_S: Final = 0.05
+LOOK_S: Final = 0.05
 """Seconds between two looks at whether the ranks have failed."""
 
 
@@ -52,7 +57,7 @@ def region_bytes(size: int, capacity: int) -> int:
     return 8 * (_DEAD + 2 * BLOCKS * size) + 2 * size * (BLOCKS * span(capacity) + WORD_ROWS * WORD_BYTES)
 
 
-class MeetingPlace:
+class Place:
     """What the collectives of one rank are bound to. Ranks find each other when they launch the first one."""
 
     def __init__(self, device: CudaDevice, group: Group) -> None:
@@ -61,7 +66,43 @@ class MeetingPlace:
             raise DeviceError(f"{group.size} ranks, the cuda backend takes {MOST_RANKS} at most; use fewer")
         self.device, self.rank, self.size, self._group = device, group.rank, group.size, group
         self._region: Any = None
-        self._found = self._crowded = False
+        self._found = False
+
+    def number(self) -> int:
+        """Of the next launch, counted in the order in which a rank binds them."""
+        return self._group.next_launch()
+
+    def region(self) -> Any:
+        """What kernels see of it, whole once the ranks have found each other."""
+        if self._region is None:
+            self._region = self._made()
+        return self._region
+
+    def come(self, nbytes: int) -> None:
+        """In front of each launch, to which this rank brings `nbytes`: find the others, in front of the first. Raises
+        `DeviceError` where a rank does not come or cannot be reached, or for more than there is room for."""
+        exchange = self._group.exchange
+        if nbytes > exchange.capacity:
+            exchange.fail(f"rank {self.rank} brought {nbytes} bytes to a launch, wanted at most {exchange.capacity}")
+        if not self._found:
+            self._find()
+            self._found = True
+
+    def _made(self) -> Any:
+        """Memory, and what kernels see of it."""
+        raise NotImplementedError
+
+    def _find(self) -> None:
+        """Find the other ranks."""
+        raise NotImplementedError
+
+
+class MeetingPlace(Place):
+    """Memory of each rank that all others write into."""
+
+    def __init__(self, device: CudaDevice, group: Group) -> None:
+        super().__init__(device, group)
+        self._crowded = False
 
     def rows_with_room(self, row_bytes: int) -> int:
         """Rows of a launch whose blocks have whole ones, at most."""
@@ -71,27 +112,10 @@ class MeetingPlace:
         """Rows that are brought as words which carry their count."""
         return WORD_ROWS if 2 * row_bytes <= WORD_BYTES else 0
 
-    def number(self) -> int:
-        """Of the next launch, counted in the order in which a rank binds them."""
-        return self._group.next_launch()
-
-    def region(self) -> Any:
-        """`Region` of `collectives.cu`, whole once the ranks have found each other."""
-        if self._region is None:
-            self._region = self._made()
-        return self._region
-
     def come(self, nbytes: int) -> None:
-        """In front of each launch, to which this rank brings `nbytes`: find the others, in front of the first. Raises
-        `DeviceError` where a rank does not come, its memory cannot be reached, or a stretch would run into the next one.
-
-        Ranks that are threads of one process and share a GPU (the conformance kit's) come together each time: the driver runs
-        nothing at once of two streams that the host has made an allocation between."""
-        exchange = self._group.exchange
-        if nbytes > exchange.capacity:
-            exchange.fail(f"rank {self.rank} brought {nbytes} bytes to a launch, wanted at most {exchange.capacity}")
-        if not self._found:
-            self._find()
+        """As `Place`. Ranks that are threads of one process and share a GPU (the conformance kit's) come together each time: the
+        driver runs nothing at once of two streams that the host has made an allocation between."""
+        super().come(nbytes)
         if self._crowded:
             self._wait()
 
@@ -118,14 +142,13 @@ class MeetingPlace:
         return kind(*pointers, patience, each, WORD_BYTES, self.rank, BLOCKS, WORD_ROWS)
 
     def _find(self) -> None:
-        told, group, fault = self._group.exchange.share(self._told(self._memory)), self._group, self._fault
+        told, group = self._group.exchange.share(self._told(self._memory)), self._group
         self._region.memory[:] = [self._opened(rank, one) for rank, one in enumerate(told)]
         self._crowded = len({one[:16].tobytes() for one in told}) < len(told)
-        self.device.after_wait = lambda: _judge(group, fault)
+        self.device.after_wait = partial(judge, group, self._fault)  # the device is not to keep the place
         arguments = weakref.ref(self), group, self._stop
         threading.Thread(target=_watch, args=arguments, name=f"rank {self.rank} watches", daemon=True).start()
         self._wait()  # until all have opened all memory
-        self._found = True
 
     def _wait(self) -> None:
         """Until the hosts of all ranks have come."""
@@ -150,13 +173,13 @@ class MeetingPlace:
         except DeviceError as error:
             raise DeviceError(
                 f"rank {self.rank} on {device.spec} cannot reach memory of rank {rank} on cuda:{index} ({error}); ranks need "
-                "GPUs that reach each other (nvidia-smi topo -p2p r shows which do)"
+                "GPUs that reach each other (nvidia-smi topo -p2p r shows which do), or --device with ?collectives=nccl"
             ) from error
         device.at_close.append(weakref.finalize(self, device.let_go, found))  # once, whichever comes first
         return found
 
 
-def _judge(group: Group, fault: Any) -> None:
+def judge(group: Group, fault: Any) -> None:
     """Raise what a launch has found, once the host has waited for the device."""
     if fault[0]:
         _, kind, launch, step, n, nbytes, late, _ = fault.tolist()
@@ -169,20 +192,32 @@ def _watch(place: weakref.ref[MeetingPlace], group: Group, stop: Any) -> None:
         if group.exchange.failure:
             stop[0] = 1
             return
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
 
 
 def collectives(device: CudaDevice, group: Group) -> Collectives:
     """All of them, on one device. Nothing is exchanged yet."""
-    from polydraft_cuda.kernels.collectives import kernels
     from polydraft_cuda.kernels.provider import CudaProvider, Kernel
     from polydraft_cuda.program_pass import CudaPass
 
     def provider(kernel: Kernel) -> CudaProvider:
         return CudaProvider(kernel, device)
 
-    place = MeetingPlace(device, group)
-    providers = {name: provider(kernel) for name, kernel in kernels(place).items()}
+    made: Mapping[str, Kernel]
+    program_pass: CudaPass | None = None
+    way, why = device.meets
+    if way == "nccl":
+        from polydraft_cuda.kernels import carried
+        from polydraft_cuda.nccl import Communicator
+
+        communicator = Communicator(device, group)
+        made, nbytes = carried.kernels(communicator), communicator.nbytes
+    else:
+        from polydraft_cuda.kernels import collectives
+
+        place = MeetingPlace(device, group)
+        made, program_pass = collectives.kernels(place), CudaPass(device, provider, place=place)
+        nbytes = region_bytes(group.size, group.exchange.capacity)
+    providers = {name: provider(kernel) for name, kernel in made.items()}
     versions = {name: COLLECTIVES[name].version for name in providers}
-    nbytes = region_bytes(group.size, group.exchange.capacity)
-    return Collectives(providers, versions, CudaPass(device, provider, place=place), nbytes)
+    return Collectives(providers, versions, program_pass, nbytes, (WAYS[way], why))

@@ -143,6 +143,11 @@ class Exchange:
         late, patience_s = int(found[0][0]), min(patience_s for _, patience_s in found)
         self.fail(f"rank {late} did not come to {note}{'' if math.isinf(patience_s) else f' within {patience_s:g} s'}")
 
+    @property
+    def judging(self) -> bool:
+        """Whether a rank has come to `judge`, for those whose launches would wait on without it."""
+        return bool((self._arrived > _JUDGED).any())
+
     def meet(self, stage: int) -> None:
         """Wait, for as long as it takes, until all ranks have come to the same stage of being built. Raises as `swap` does."""
         self._swap(Note("start", stage, 0, 0, 0), np.empty(0, np.uint8), math.inf)

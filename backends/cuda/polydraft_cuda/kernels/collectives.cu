@@ -10,12 +10,8 @@
 // A flag has to wait until what lies in front of it has crossed the link. Few rows are brought as words of 8 bytes instead, half of each
 // the count of the launch: who sees the count has the other half, without a flag (as in NCCL's protocol LL). Flags are compared there
 // as well, beside the words. Words lie in stretches of their own, where nothing but a count is ever in the place of one.
-#include "norms.cuh"
+#include "ranks.cuh"
 #include "sampling.cuh"
-
-#ifndef RANKS
-#define RANKS 1
-#endif
 
 struct Region {
     unsigned char* memory[RANKS];  // of each rank: `DEAD` words, flags [2, blocks, RANKS], stretches [2, RANKS, blocks, span] and, of
@@ -27,12 +23,6 @@ struct Region {
     int64_t span, word_span;       // bytes of a block's stretch
     int rank;
     int blocks, word_blocks;  // at most
-};
-
-// What a rank came for. Ranks compare it.
-struct Note {
-    int kind, launch, n;
-    int64_t nbytes;
 };
 
 constexpr int DEAD = 16;  // words in front: the first is not 0 where some rank has given up, the second where this one has
@@ -108,11 +98,6 @@ __device__ __forceinline__ void give_up(const Region& r, const Note& note, int s
     for (int of = 0; of < RANKS; ++of) release(dead_of(r, of), 1);  // whoever waits, for whomever, gives up as well
 }
 
-__device__ __forceinline__ uint32_t digest(const Note& note, int step) {
-    const uint32_t what = uint32_t(note.kind) * 0x9e3779b1u ^ uint32_t(note.launch) * 0x85ebca6bu ^ uint32_t(note.n) * 0xc2b2ae35u;
-    return what ^ uint32_t(note.nbytes) * 0x27d4eb2fu ^ uint32_t(step) * 0x165667b1u;
-}
-
 // Whether a thread that has looked so often should wait no longer. Looks closer now and then.
 __device__ __forceinline__ bool in_vain(const Region& r, int looks, int64_t& since) {
     if (looks & 1023) return false;
@@ -120,8 +105,6 @@ __device__ __forceinline__ bool in_vain(const Region& r, int looks, int64_t& sin
     since = since ? since : now;
     return *r.stop != 0 || acquire(dead_of(r, r.rank)) != 0 || (r.patience_ns && now - since > r.patience_ns);
 }
-
-__device__ __forceinline__ uint64_t flag_for(const Note& note, int step, uint32_t count) { return uint64_t(count) << 32 | digest(note, step); }
 
 // Show what this block has brought, and wait until the same block of every other rank has. False, on all threads, where one does
 // not come or came for something else; the host then finds out who.
@@ -149,14 +132,6 @@ __device__ __forceinline__ bool meet(const Region& r, const Note& note, int step
     return !bad;
 }
 
-template <typename T> __device__ __forceinline__ T tree(T (&terms)[RANKS]) {  // neighbours first, whoever came first
-#pragma unroll
-    for (int apart = 1; apart < RANKS; apart *= 2)
-#pragma unroll
-        for (int i = 0; i + apart < RANKS; i += 2 * apart) terms[i] += terms[i + apart];
-    return terms[0];
-}
-
 // The stretch of this block, in whole vectors of 16 bytes but for the end of what there is.
 struct Stretch {
     int64_t begin, nbytes;
@@ -179,21 +154,6 @@ __device__ __forceinline__ void push(const Region& r, const unsigned char* x, co
         for (int i = vectors * 8 + threadIdx.x; i < pairs; i += blockDim.x) reinterpret_cast<uint16_t*>(to)[i] = part[i];
     }
 }
-
-#if defined(ACT)
-// What ranks have brought, added in float32 and rounded once.
-__device__ __forceinline__ Vector sum_of(const uint4 (&brought)[RANKS]) {
-    Vector sum;
-#pragma unroll
-    for (int e = 0; e < LANES; ++e) {
-        float terms[RANKS];
-#pragma unroll
-        for (int from = 0; from < RANKS; ++from) terms[from] = to_float(vector_of(brought[from]).e[e]);
-        sum.e[e] = from_float<act_t>(tree(terms));
-    }
-    return sum;
-}
-#endif
 
 #if defined(ACT) && !defined(VECTORS)
 // x [rows, width] := the sum over the ranks, in float32, rounded once.

@@ -16,7 +16,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import linear, norms, screen
 from polydraft_cuda.kernels.provider import Kernel, source
 from polydraft_cuda.kernels.sampling import Keys
-from polydraft_cuda.ranks import BLOCKS, CHUNK, MeetingPlace
+from polydraft_cuda.ranks import BLOCKS, CHUNK, MeetingPlace, Place
 
 THREADS = 256
 
@@ -25,7 +25,7 @@ def kernels(place: MeetingPlace) -> Mapping[str, Kernel]:
     """Every collective of one rank, by contract."""
     made = {
         "all_reduce": _all_reduce, "all_gather": _all_gather, "argmax_pair": _argmax_pair, "broadcast": _broadcast,
-        "own_experts": _own_experts,
+        "own_experts": own_experts,
     }  # fmt: skip
     return {name: Kernel(partial(bind, place)) for name, bind in made.items()}
 
@@ -132,7 +132,7 @@ def _broadcast(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, wor
     return _bound(place, "broadcast", 4, _blocks(4), a.x, a.step)
 
 
-def _own_experts(place: MeetingPlace, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
+def own_experts(place: Place, device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     """Counts from the rank's first expert; a thread a place."""
     del limits, workspace
     k, kept = a.expert_ids.shape[1], int(a.num_kept)

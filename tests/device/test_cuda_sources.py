@@ -35,3 +35,11 @@ def test_nothing_but_weights_goes_through_the_read_only_cache(name: str):
         assert "__ldg" not in found
     explicit = re.findall(r"ld\.global\.nc", code(TEXTS[name]))
     assert not explicit or name == "tensor.cuh", "the loads of weights are written in one place"
+
+
+@pytest.mark.parametrize("name", [path.name for path in SOURCES if "fetch_stages<STAGES, 1, EARLY>" in TEXTS[path.name]])
+def test_whoever_runs_beside_the_launch_in_front_waits_for_it_in_the_end(name: str):
+    """Whoever follows waits for this one alone."""
+    fetches, multiplies = code(TEXTS[name]).split("fetch_stages<STAGES, 1, EARLY>")[1].split("if (!EARLY) wait_for_previous();")
+    for part, end in ((fetches, "return"), (multiplies, "to_t* to = out")):
+        assert "if (EARLY) wait_for_previous();" in part.split(end)[0]

@@ -59,8 +59,9 @@ __device__ __forceinline__ uint64_t descriptor(unsigned address) {
 }
 
 // The warp that fetches: fills a ring of stages, `count` times in all, in a cluster of BLOCKS. The first ones get their weights before
-// the launch ahead has ended and their rows of x behind it, the others as they are given back. All 32 threads come here, one fetches.
-template <int RING, int BLOCKS, class Weights, class Rows>
+// the launch ahead has ended and their rows of x behind it, the others as they are given back. With BESIDE rows of x are there as well,
+// and the caller waits for the launch ahead in the end. All 32 threads come here, one fetches.
+template <int RING, int BLOCKS, bool BESIDE = false, class Weights, class Rows>
 __device__ __forceinline__ void fetch_stages(bool fetches, int count, uint64_t* empty, const Weights& weights,
                                              const Rows& rows) {
     const int early = min(RING, count);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void fetch_stages(bool fetches, int count, uint64_t* 
         __syncwarp();
         cluster_wait();
     }
-    wait_for_previous();
+    if (!BESIDE) wait_for_previous();
     launch_dependents();  // not before: who follows may rely on what lies two launches back
     if (fetches) {
         for (int i = 0; i < early; i++) rows(i, i);

@@ -5,7 +5,8 @@
 // GATED: h[choice, I] = silu(gate) * up, rows of gate and up in turn; else terms[choice, H] of h's row.
 //
 // Defines: ACT (1, 2), WIDTH (a multiple of 8, of 16 with GATED, up to 256), STAGES (chunks of 64 inputs in flight), GATED, EARLY (the
-// choices were made two launches back). Inputs are a multiple of 64.
+// choices and x were made two launches back: what is in front is waited for in the end, for whoever follows). Inputs are a multiple of
+// 64.
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
@@ -45,9 +46,11 @@ expert_row(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map,
 #endif
         };
         auto rows = [&](int i, int s) { load_box(base + s * STAGE + W_BYTES, &x_map, i * 64, GATED ? 0 : choice, shared_address(&full[s])); };
-        return fetch_stages<STAGES, 1>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
+        fetch_stages<STAGES, 1, EARLY>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
+        if (EARLY) wait_for_previous();
+        return;
     }
-    wait_for_previous();
+    if (!EARLY) wait_for_previous();
     float sums[WIDTH / 2] = {};
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
@@ -64,6 +67,7 @@ expert_row(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map,
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     accumulators_fence(sums);
+    if (EARLY) wait_for_previous();
     if (threadIdx.x >= 4) return;  // the others have what lies behind the row
     to_t* to = out + (int64_t)choice * outputs;
 #pragma unroll

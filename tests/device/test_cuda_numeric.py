@@ -765,8 +765,10 @@ def test_a_half_with_experts_is_one_chain_without_pauses():
         "experts_sum.cu",
     ]
     assert found[1][2]["EARLY"] == 1, "the router runs beside the shared experts"
+    assert found[1][2]["CLUSTER"] == 8, "blocks bring each other logits"
     assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts end"
     narrow = bound(device, *half_of(device, hidden=4096, width=1408, experts=128, chosen=8, shared=1408))
+    assert next(defines for source, _, defines in narrow(1) if source == "route.cu")["CLUSTER"] == 0, "more than a cluster has"
     for n in (1, 33, 65, 128):  # too few outputs for every multiprocessor to have some: two blocks share a tile
         project = next(defines for source, _, defines in narrow(n) if source == "linear_split.cu")
         assert (project["GATED"], project["SPLIT"], project["WIDTH"]) == (1, 2, 48)

@@ -2,13 +2,15 @@
 //
 // `router`: out[n, O] = x[n, I] @ w[O, I].T. A block has 8 outputs of 16 rows, its warps take 16 inputs each in turn. Weights are the
 // sum of two tf32 numbers, and 16-bit activations are tf32 numbers themselves, so that products on tensor cores are as exact as those in
-// float32. A row's sums are made alike whatever else runs. The first KEPT weights of every lane come before x is there. With CHOOSES the
-// block that ends last of those of its rows chooses their experts.
+// float32. A row's sums are made alike whatever else runs. The first KEPT weights of every lane come before x is there. With CHOOSES
+// experts are chosen as well: the blocks of a cluster, which have all outputs of their rows, bring each other logits and choose for some
+// rows each; where there are more of them, the block of those of its rows that ends last chooses.
 //
-// Defines: ACT (1, 2), CHOOSES, FEW (there are 8 rows at most), VECTOR (I is a multiple of 4, and rows begin at vectors), KEPT (times 16 inputs
-// a warp), EARLY (x was made two launches back: what is in front is waited for in the end, for whoever follows), and for the choice UNIFORM
-// (experts are drawn, for benchmarks). `route_experts` alone wants UNIFORM.
+// Defines: ACT (1, 2), CHOOSES, CLUSTER (blocks of a cluster, 0: none), FEW (there are 8 rows at most), VECTOR (I is a multiple of 4, and
+// rows begin at vectors), KEPT (times 16 inputs a warp), EARLY (x was made two launches back: what is in front is waited for in the end, for
+// whoever follows), and for the choice UNIFORM (experts are drawn, for benchmarks). `route_experts` alone wants UNIFORM.
 #include "tensor.cuh"
+#include "boxes.cuh"
 
 constexpr int ROWS = 16, OUTPUTS = 8, WARPS = 16;
 constexpr int MOST_THREADS = WARPS * 32 + 128;  // no more registers than leave room for a block of the projection behind
@@ -39,26 +41,26 @@ __device__ __forceinline__ int best_left(const float* ranked, int experts, int l
 
 struct Choice {
     const float* bias;
-    const int* row_slot;
     int* ids;
     float* weights;
     int chosen, sigmoid, groups, top_groups, renormalize;
     float least, scale;
 };
 
-// `memory`: 2 * experts + groups + chosen words of this warp.
-__device__ __forceinline__ void choose(const Choice& by, const float* from, int r, int experts, float* memory) {
+// For row r, whose logits `from` gives by expert, none where it is `empty`. `memory`: 2 * experts + groups + chosen words of this warp.
+template <class From>
+__device__ __forceinline__ void choose(const Choice& by, const From& from, int r, bool empty, int experts, float* memory) {
     const int lane = threadIdx.x & 31, chosen = by.chosen;
     float *scores = memory, *ranked = scores + experts, *worth = ranked + experts;
     int* ids = (int*)(worth + by.groups);
     const float nan = __int_as_float(0x7fc00000);
-    if (by.row_slot && by.row_slot[r] < 0) {
+    if (empty) {
         for (int j = lane; j < chosen; j += 32) by.ids[(int64_t)r * chosen + j] = -1, by.weights[(int64_t)r * chosen + j] = 0.f;
         return;
     }
 #if UNIFORM
     for (int e = lane; e < experts; e += 32) {
-        uint32_t bits = __float_as_uint(__ldcg(from + e)) * 0x9e3779b9u ^ (uint32_t)(r * 0x85ebca6bu + e * 0xc2b2ae35u);
+        uint32_t bits = __float_as_uint(from(e)) * 0x9e3779b9u ^ (uint32_t)(r * 0x85ebca6bu + e * 0xc2b2ae35u);
         bits ^= bits >> 16, bits *= 0x7feb352du, bits ^= bits >> 15, bits *= 0x846ca68bu, bits ^= bits >> 16;
         scores[e] = 1.f, ranked[e] = (float)(bits >> 8);
     }
@@ -66,7 +68,7 @@ __device__ __forceinline__ void choose(const Choice& by, const float* from, int 
 #else
     float top = -INFINITY_F, total = 0.f;
     for (int e = lane; e < experts; e += 32) {
-        scores[e] = __ldcg(from + e);
+        scores[e] = from(e);
         top = fmaxf(top, scores[e]);
     }
     if (!by.sigmoid) top = warp_max(top);
@@ -127,8 +129,9 @@ extern "C" __global__ void route_experts(const float* logits, const float* bias,
     begin_dependent();
     const int warp = threadIdx.x >> 5, r = blockIdx.x * (blockDim.x >> 5) + warp;
     if (r >= n) return;
-    const Choice by{bias, row_slot, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
-    choose(by, logits + (int64_t)r * experts, r, experts, memory + warp * (2 * experts + groups + chosen));
+    const Choice by{bias, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
+    const float* row = logits + (int64_t)r * experts;
+    choose(by, [&](int e) { return __ldcg(row + e); }, r, row_slot && row_slot[r] < 0, experts, memory + warp * (2 * experts + groups + chosen));
 }
 #else
 
@@ -180,7 +183,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
     unsigned* ended, int chosen, int sigmoid, int groups, int top_groups, int renormalize, float least, float scale) {
     extern __shared__ float memory[];
     __shared__ float shares[WARPS][ROWS * OUTPUTS];
-    __shared__ int is_last;
+#if CLUSTER
+    __shared__ float logits[ROWS][CLUSTER * OUTPUTS];
+    cluster_arrive_relaxed();
+#endif
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, o = blockIdx.x * OUTPUTS, first = blockIdx.y * ROWS;
     const float* weight = w + (int64_t)(o + g) * inputs;
@@ -189,6 +195,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
 #pragma unroll
     for (int p = 0; p < KEPT; p++) kept[p] = weights_of(weight, p * WARPS * 16 + own, inputs, o + g < outputs);
     if (!EARLY) wait_for_previous();
+#if CHOOSES  // a warp a row
+    const int chosen_for = CLUSTER ? warp * CLUSTER + blockIdx.x : warp;
+    const bool chooses = chosen_for < ROWS && first + chosen_for < n, empty = chooses && row_slot && __ldcg(row_slot + first + chosen_for) < 0;
+#endif
     const act_t* row = x + (int64_t)(first + g) * inputs;
     const bool real = first + g < n, more = !FEW && first + g + 8 < n;
     float sums[2][4] = {};  // of either half of the inputs
@@ -214,13 +224,29 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
         shares[warp][(g + (i >> 1) * 8) * OUTPUTS + (lane & 3) * 2 + (i & 1)] = sums[0][i] + sums[1][i];
     __syncthreads();
     const int r = threadIdx.x / OUTPUTS, at = threadIdx.x % OUTPUTS;
+#if CLUSTER
+    cluster_wait();  // all of them are there
+#endif
     if (r < ROWS && first + r < n && o + at < outputs) {
         float sum = 0.f;
 #pragma unroll
         for (int part = 0; part < WARPS; part++) sum += shares[part][threadIdx.x];
         __stcg(out + (int64_t)(first + r) * outputs + o + at, sum);
+#if CLUSTER
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&logits[r][o + at])), "r"(r % CLUSTER));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(sum) : "memory");
+#endif
     }
 #if CHOOSES
+    const Choice by{bias, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
+    float* own_memory = memory + warp * (2 * outputs + groups + chosen);
+#if CLUSTER
+    __syncwarp();
+    cluster_arrive(), cluster_wait();
+    if (chooses) choose(by, [&](int e) { return logits[chosen_for][e]; }, first + chosen_for, empty, outputs, own_memory);
+#else
+    __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
@@ -229,10 +255,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) router(
         if (is_last) ended[blockIdx.y] = 0;
     }
     __syncthreads();
-    if (is_last && first + warp < n) {
-        const Choice by{bias, row_slot, ids, weights, chosen, sigmoid, groups, top_groups, renormalize, least, scale};
-        choose(by, out + (int64_t)(first + warp) * outputs, first + warp, outputs, memory + warp * (2 * outputs + groups + chosen));
-    }
+    const float* from = out + (int64_t)(first + chosen_for) * outputs;
+    if (is_last && chooses) choose(by, [&](int e) { return __ldcg(from + e); }, first + chosen_for, empty, outputs, own_memory);
+#endif
 #endif
     if (EARLY) wait_for_previous();
 }

@@ -16,8 +16,10 @@ from polydraft_cuda.kernels.provider import Kernel, source
 
 ROUTER_ROWS, ROUTER_OUTPUTS, ROUTER_WARPS = 16, 8, 16
 """Of a block of the router; a warp takes as many inputs at once as there are warps."""
-ROUTER_SHARED: Final = ROUTER_WARPS * ROUTER_ROWS * ROUTER_OUTPUTS * 4 + 16
-"""Bytes of the arrays that it declares itself."""
+MOST_CLUSTER: Final = 8
+"""Blocks of a cluster on every device that has clusters."""
+ROUTER_SHARED: Final = (ROUTER_WARPS + MOST_CLUSTER) * ROUTER_ROWS * ROUTER_OUTPUTS * 4 + 16
+"""Bytes of the arrays that it declares itself at most."""
 MOST_KEPT: Final = 16
 """Times 16 inputs whose weights a warp has before it looks at rows."""
 MOST_ROWS: Final = ROUTER_ROWS * 1024
@@ -49,15 +51,19 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
             *_parameters(choice),
         )
 
+    blocks = -(-outputs // ROUTER_OUTPUTS)
+    cluster = blocks if choice is not None and 1 < blocks <= MOST_CLUSTER else 0
+
     def of(few: int) -> Launch:
         function = device.function(
             source("route.cu"), "router", KEPT=min(-(-inputs // (16 * ROUTER_WARPS)), MOST_KEPT), FEW=few, EARLY=int(early),
-            CHOOSES=int(choice is not None), UNIFORM=int(choice is not None and device.uniform_routing),
+            CHOOSES=int(choice is not None), CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
             VECTOR=int(inputs % 4 == 0 and a.x.pointer % 8 == 0 and a.weight.pointer % 16 == 0), **act(a.x.dtype),
         )  # fmt: skip
         return function.bind(
-            lambda n: (-(-outputs // ROUTER_OUTPUTS), -(-n // ROUTER_ROWS), 1), ROUTER_WARPS * 32, a.x, a.weight, a.out, ROWS,
-            outputs, inputs, *chooses, shared=chooser_bytes(choice) if choice is not None else 0, dependent=True,
+            lambda n: (blocks, -(-n // ROUTER_ROWS), 1), ROUTER_WARPS * 32, a.x, a.weight, a.out, ROWS,
+            outputs, inputs, *chooses, shared=chooser_bytes(choice) if choice is not None else 0, cluster=cluster or None,
+            dependent=True,
         )  # fmt: skip
 
     few, many = of(1), of(0)

@@ -710,11 +710,23 @@ def test_so_are_other_turns(opened: CudaDevice, window: int, count: int, style: 
     held_to_launches_one_by_one(Turned(opened, shape, windows(count, window), style=style, share=share))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"hidden{shape.hidden}")
+TWO_TILES = Shape(1024, 20, 4, 128, 2816, 64)
+"""Rows of a window and heads of a key head that two tiles of 16 hold."""
+
+
+@pytest.mark.parametrize(("style", "sliding_window"), [("interleaved", 0), ("half", 67)])
+@pytest.mark.parametrize("count", [1, 3, 8, 32, 64])
+def test_so_are_windows_of_two_tiles(opened: CudaDevice, count: int, style: str, sliding_window: int):
+    turned = Turned(opened, TWO_TILES, windows(count, TWO_TILES.window), style=style, sliding_window=sliding_window)
+    assert turned.joins
+    held_to_launches_one_by_one(turned)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, TWO_TILES], ids=lambda shape: f"hidden{shape.hidden}-heads{shape.heads}")
 def test_a_captured_row_without_a_number_spoils_none_before_it(opened: CudaDevice, shape: Shape):
     """Its keys and values have a weight of zero in the rows before it, which are computed again: 0 * NaN is NaN."""
-    if shape.window * shape.heads // shape.kv_heads > 16 or shape.window < 2:
-        pytest.skip("windows of one tile and several rows are joined")
+    if shape.window < 2:
+        pytest.skip("windows of several rows have some before it")
     turned = Turned(opened, shape, [(before, shape.window) for before in (0, 15, 700)])
     last = np.arange(3) * shape.window + shape.window - 1
     turned.numbers[last] = np.nan

@@ -41,7 +41,8 @@ BLOCK = {
 """Two blocks and a head that are large enough for every way in which kernels become one launch."""
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "all joined": ({}, {}, {}),
-    "wide windows": ({"num_attention_heads": 32}, {}, {}),
+    "windows of two tiles": ({"num_attention_heads": 32}, {}, {}),
+    "wide windows": ({"num_attention_heads": 64}, {}, {}),
     "small head": ({"vocab_size": 4096}, {}, {}),
     "biases": ({"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}, {"proposer": "ngram"}, {}),
     "log probabilities": ({}, {"logprobs": 2, "draft_logprobs": True}, {}),

@@ -76,14 +76,20 @@ def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
 
 def turns_inside(device: CudaDevice, turn: Any, a: Any, limits: Limits) -> bool:
     """Whether one launch can turn rows, store them and attend, behind the projection that writes them: heads are turned without
-    norms, as a whole, or half of 128 elements in halves, and a tile holds all new rows of a slot. Not invariant rows
+    norms, as a whole, or half of 128 elements in halves, and the tiles of a block hold all new rows of a slot. Not invariant rows
     of float16, whose bits nobody has compared yet."""
     if device.arch != "sm_90" or a.cache.spec.kv or not is_fast(a) or (device.row_invariant and device.dtype == "f16"):
         return False
     plain_heads = turn.q_norm is None and turn.k_norm is None
     rotary = 2 * len(turn.frequencies)
     held = a.head_dim % 64 == 0 and (rotary == a.head_dim or (rotary, a.head_dim, turn.style) == (64, 128, "half"))
-    return bool(plain_heads and held and limits.window * (a.num_heads // a.num_kv_heads) <= 16)
+    most = 16 * tiles_of(device, a, limits)
+    return bool(plain_heads and held and limits.window * (a.num_heads // a.num_kv_heads) <= most)
+
+
+def tiles_of(device: CudaDevice, a: Any, limits: Limits) -> int:
+    """Tiles of 16 packed rows of a block of `attention_decode`."""
+    return 1 if device.row_invariant or limits.window * (a.num_heads // a.num_kv_heads) <= 16 else 2
 
 
 def _turned(turn: Any) -> dict[str, int]:
@@ -116,7 +122,7 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any =
     """A cluster a tile of rows and key head; with the arguments of a turn from the rows of the projection in front."""
     splits, key_warps, stages = shape
     group = a.num_heads // a.num_kv_heads
-    tiles = 1 if device.row_invariant or limits.window * group <= 16 else 2
+    tiles = tiles_of(device, a, limits)
     if tiles > 1:  # each tile has warps of its own
         key_warps = max(key_warps // tiles, 1)
     function = device.function(

@@ -111,6 +111,10 @@ def by_rows(name: str, shape: str, backend: str, dtype: str, part: float) -> Cos
 def machines() -> dict[str, Machine]:
     """By name."""
     few, all_ = (1, 8, 32), (1, 8, 32, 64)
+
+    def growing(step: Step) -> float:
+        return 2.0 + 0.3 * step.drafts + 0.15 * step.rows + 0.0006 * step.requests * step.written
+
     return {
         "demo, 2 cores": Machine(by_rows("cpu.json", "demo", "cpu", "f32", 0.7), few, (DEMO,), 0.15, 0.1, 0),
         "demo, H200": Machine(replayed("draft_policy_cuda.json", "demo", "f32"), few, (DEMO,), 0.05, 0.03, 1),
@@ -119,6 +123,7 @@ def machines() -> dict[str, Machine]:
         "steep": Machine(lambda step: 2.0 + 0.3 * step.drafts + 0.5 * step.rows, all_, (HIGH, LOW), 0.05, 0.03, 1),
         "flat": Machine(lambda step: 5.0 + 0.1 * step.drafts, all_, (HIGH, LOW), 0.05, 0.03, 1),
         "bumpy": Machine(lambda step: 2.0 + 0.96 * -(-step.rows // 32) + 0.3 * step.drafts, all_, (HIGH, LOW), 0.05, 0.03, 1),
+        "growing": Machine(growing, all_, (HIGH, LOW), 0.05, 0.03, 1),
     }
 
 

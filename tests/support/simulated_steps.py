@@ -33,6 +33,8 @@ class Step(NamedTuple):
     drafts: int
     """Drafts that the step makes for each request."""
     has_prefill: bool
+    written: float = 0.0
+    """Tokens that a request has written, in the mean."""
 
 
 Cost = Callable[[Step], float]
@@ -119,7 +121,8 @@ class World:
         most = np.minimum(self._window, self.slots.window[slots])
         rows = most if self._windows is None else self._windows.limit(most, self.slots, slots)
         self._windows = getattr(policy, "windows", None)  # of the next step, as the scheduler has it
-        self.now += self.cost(Step(len(slots), self._window, int(rows.sum()), made, has_prefill)) * self._speed()
+        step = Step(len(slots), self._window, int(rows.sum()), made, has_prefill, float(self.done[slots].mean()))
+        self.now += self.cost(step) * self._speed()
         self.spared += int((most - rows).sum())
         places = np.arange(self.limits.num_drafts)
         right = self._fate[slots, self.done[slots] % self._fate.shape[1]] < self.chances(self, slots)

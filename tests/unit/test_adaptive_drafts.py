@@ -135,6 +135,22 @@ def test_rungs_move_together_once_they_are_known() -> None:
     assert times.mean[0, :3] == pytest.approx([19.0 / 4.0, 19.0 / 2.0, 19.0], rel=0.2)
 
 
+def test_longer_texts_leave_open_what_steps_with_drafts_take() -> None:
+    """What attention reads of the texts is about the same for all rungs; were it taken for a slower machine, three drafts would
+    be believed to take 16, for certain."""
+    times = StepTimes(BUCKETS, RUNGS)
+    for now in range(10, 100, 20):
+        times.measured(0, 2, [8.0] * 9, now)
+        times.measured(0, 0, [2.0] * 9, now + 10)
+    for i in range(1, 17):
+        times.measured(0, 0, [2.0 + i / 8] * 16, 100 + 16 * i)
+    seconds, unsure = times.mean[0, 2], apart(times, 0, 356)[2]
+    assert times.mean[0, 0] == pytest.approx(4.0, rel=0.01)
+    assert 10.0 < seconds < 14.0
+    assert np.log(seconds / 10.0) < 3.5 * unsure
+    assert np.log(16.0 / seconds) < 3.5 * unsure
+
+
 def test_buckets_are_like_their_neighbours_but_for_the_level() -> None:
     times = StepTimes(BUCKETS, RUNGS)
     for now, rung, seconds in ((10, 2, 8.0), (20, 0, 2.0), (30, 1, 4.0)):
@@ -283,7 +299,7 @@ def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None
     assert policy.windows.rows[::2].mean() > 2.0 * policy.windows.rows[1:32:2].mean()
     report = policy.report()
     assert 0 < report["limited_steps"] < 1500
-    assert report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.2 if noise else 0.05), "as the world has it"
+    assert report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.75 if noise else 0.05), "as the world has it"
 
 
 @pytest.mark.parametrize("size", [8, 64])
@@ -292,7 +308,7 @@ def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
     policy = world.adaptive()
     world.run(policy, size, 1500)
     assert policy.windows is None
-    assert policy.report()["limited_steps"] < 100, "only where it was tried"
+    assert policy.report()["limited_steps"] < 600, "until it was known"
 
 
 def test_a_request_that_was_limited_is_tried_again() -> None:

@@ -62,9 +62,8 @@ FAR = 512
 """Tokens still to write for which a request counts at most: ends that are further away are seldom reached."""
 FORGET, FORGET_ALL = 0.95, 0.98
 """What is left of a round's evidence about its request after the next round, and about all requests after the next step: a place
-that nobody tries any more is soon taken to be like the one before it, which may have changed."""
-FORGET_IDLE = 0.99
-"""What is left of a request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
+that nobody tries any more is soon taken to be like the one before it, which may have changed. As much as of all is left of a
+request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
 PRIOR, PRIOR_CHANCE = 4.0, 0.7
 """Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
 
@@ -105,7 +104,7 @@ class StepTimes:
         self.steps, self.limited_steps = np.zeros((len(buckets), n), np.int64), np.zeros(len(buckets), np.int64)
         """[buckets, rungs]: steps that were timed with all their rows; [buckets]: those with fewer."""
         self.noise, self.unrest = NOISE, UNREST**2
-        """Spread of one step's time, and variance that each step adds to the level of all, both as parts of a step's time."""
+        """Spread of one step's time, and variance that each step adds to those of all rungs, both as parts of a step's time."""
         self._at = np.zeros(len(buckets), np.int64)
         """[buckets]: the step that each belief is of."""
         self._last = -1, -1, 0
@@ -113,6 +112,7 @@ class StepTimes:
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
         self._level = np.append(np.ones(n), 0.0)
+        self._alike = np.multiply.outer(self._level, self._level)
         self._first = np.append(1.0 + SLOPE * np.array(rungs), ROWS), self._spread(SLOPES, CURVED, ROUGH, NO_PASS, ROWS_SPREAD)
         self._away = self._spread(SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY)
         self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE)
@@ -132,9 +132,10 @@ class StepTimes:
         self._at[bucket] = now
         if self.known[bucket]:
             if passed:
-                self._widen(mean, cov, min(passed, STAY[1]) * self._stale)
-                level = mean * self._level
-                cov += min(passed, STAY[1]) * self.unrest * np.multiply.outer(level, level)
+                passed = min(passed, STAY[1])
+                self._widen(mean, cov, passed * self._stale)
+                level = mean * self._level  # a slower machine adds to each time a part of it, longer texts to all the same
+                cov += 0.5 * passed * self.unrest * (np.multiply.outer(level, level) + mean[0] ** 2 * self._alike)
         elif self.known.any():
             away = np.abs(np.log2(self.buckets) - math.log2(self.buckets[bucket]))
             nearest = int(np.where(self.known, away, np.inf).argmin())
@@ -240,7 +241,7 @@ class Acceptance:
         count = np.minimum(new_rounds, len(back))
         left = _LEFT[count, found[2]]
         if len(back) < most:
-            left *= FORGET_IDLE ** (new_rounds - count)
+            left *= FORGET_ALL ** (new_rounds - count)
         self._counts[:, :, decode] = self._counts.take(decode, axis=2) * left + found[:2]
         self._all = self._all * FORGET_ALL**steps + np.add.reduce(found[:2], axis=2, dtype=np.int64)
         self._seen[decode] = rounds
@@ -269,7 +270,7 @@ class Acceptance:
 
 
 _ROUNDS = np.arange(LOOK + 1)
-_LEFT = FORGET**_ROUNDS * FORGET_IDLE ** np.maximum(_ROUNDS[:, None] - _ROUNDS, 0)
+_LEFT = FORGET**_ROUNDS * FORGET_ALL ** np.maximum(_ROUNDS[:, None] - _ROUNDS, 0)
 """What is left of evidence about a place, by number of rounds, and of those that verified a draft there."""
 
 

@@ -1,0 +1,275 @@
+"""`--draft-tokens auto:5` beside fixed numbers of drafts, on shapes of large models on an NVIDIA GPU; acceptance synthetic.
+
+    python bench/draft_policy_shapes.py --shape mimo-7b --out bench/results/draft_policy_shapes.json
+
+One engine of 64 slots serves all of a shape: fixed numbers are the same policy, told what to answer, so that they have its
+graphs; `none` is an engine without a drafter. Weights are random and made on the device, experts drawn uniformly. `steady`: so
+many requests of equal length at once, with acceptance 0.8 / 0.6 / 0.45 or 0.5 / 0.2 / 0.05 of rounds (at least one, two, three
+drafts). `trace`: 64 requests of 512 prompt tokens at once, request i ends after 64 + 16 i tokens, no others arrive; the
+acceptance of odd requests falls from 0.8 / 0.75 / 0.75, each given the one before, to 0.3 at their 128th token.
+
+Tokens a second are those of the time in which nobody's prompt is computed. In the first turn of each work all contenders run,
+`auto` twice, of which the second time counts; in later ones `auto` and the two best others. What `auto` has learned it keeps, as
+a server does. Reported: the median of the turns, and by how much `auto` is faster or slower than each: the median of the ratios
+of the same turn, smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polydraft.bench import report
+from polydraft.bench.shapes import RandomCheckpoint
+from polydraft.config import EngineConfig
+from polydraft.contracts.base import Limits
+from polydraft.device import Array
+from polydraft.engine import Engine
+from polydraft.host.adaptive_drafts import AdaptiveDrafts
+from polydraft.host.draft_policy import DraftView
+from polydraft.output.request_output import RequestOutput
+from polydraft.sampling_params import SamplingParams
+from polydraft.sentinels import Phase
+
+ROOT = Path(__file__).resolve().parent
+TARGET = ROOT / "results" / "draft_policy_shapes.json"
+FIGURES = "bench/results/draft_policy_shapes.json"
+FIXED: tuple[int | str, ...] = (0, 1, 3, 5)
+SLOTS, MOST = 64, 5
+HIGH, LOW = (0.8, 0.75, 0.75, 0.75, 0.75), (0.5, 0.4, 0.25, 0.2, 0.2)
+"""Chances by place, given those before."""
+FALLEN, FALLS = 0.3, 128
+"""What the chances of odd requests of the trace become, and the token at which they do."""
+PROMPT, TRACE_PROMPT = 128, 512
+TOKENS = {1: 384, 8: 384, 32: 256, 64: 192}
+"""Of a request, by batch."""
+
+
+class Told(AdaptiveDrafts):
+    """The policy, or the number that it is told; and what it answered."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(SLOTS, MOST, 64, 64, 64, 16, 64, 4, 1, 100))
+        self.told: int | None = None
+        self.log: list[tuple[float, int, int]] = []
+        """Of each step without prompts: its time, requests, and drafts."""
+
+    def choose(self, view: DraftView) -> int:
+        """As told."""
+        answer = super().choose(view) if self.told is None else self.told
+        if not view.has_prefill:
+            self.log.append((time.perf_counter(), len(view.decode), answer))
+        return answer
+
+
+class Work(NamedTuple):
+    """What is served."""
+
+    kind: str
+    batch: int
+    accepted: tuple[float, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request."""
+        return [TOKENS[self.batch]] * self.batch if self.kind == "steady" else [64 + 16 * i for i in range(self.batch)]
+
+
+class Contenders:
+    """The engines of one shape, and how fast they are."""
+
+    def __init__(self, shape: str, *, none: bool) -> None:
+        self.shape, self.policy = shape, Told()
+        self._options = {
+            "backend": "cuda", "plugins": (str(ROOT / "uniform_routing.py"), str(ROOT / "changing_acceptance.py")),
+            "dtype": "bf16", "prefix_cache": False, "verify": "greedy", "max_num_seqs": SLOTS, "max_batched_tokens": 8192,
+            "max_model_len": TRACE_PROMPT + 64 + 16 * SLOTS, "num_blocks": SLOTS * (TRACE_PROMPT + 64 + 16 * SLOTS) // 16,
+        }  # fmt: skip
+        self.engine = self._engine(draft_tokens=MOST, accept_schedule=HIGH, policy=self.policy)
+        self.without = self._engine(draft_tokens=0, policy=None) if none else None
+        self.rehearsed = self.policy.report()
+
+    def _engine(self, *, policy: Told | None, **options: Any) -> Engine:
+        begun = time.monotonic()
+        config = EngineConfig.from_mapping({**self._options, **options})
+        engine = Engine(config, checkpoint=RandomCheckpoint(ROOT / "shapes" / f"{self.shape}.json"), draft_policy=policy)
+        print(f"{self.shape}, {options}: built in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        return engine
+
+    def served(self, work: Work, who: int | str) -> float:
+        """Tokens a second."""
+        engine = self.without if who == "none" else self.engine
+        assert engine is not None, "asked for"
+        self.policy.told = who if isinstance(who, int) else None
+        self.policy.log.clear()
+        chances = np.tile(np.array(work.accepted, np.float32), (SLOTS, 1))
+        self._accept(chances)
+        vocab, t = engine.model.vocab_size, engine.slots
+        for i, length in enumerate(work.lengths):
+            prompt = np.random.default_rng(i).integers(1, vocab, PROMPT if work.kind == "steady" else TRACE_PROMPT).tolist()
+            engine.add(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True, seed=i))
+        outputs: list[RequestOutput] = []
+        begun, before, odd, fallen = 0.0, 0, np.zeros(SLOTS, bool), np.zeros(SLOTS, bool)
+        gc.collect()
+        while len(outputs) < work.batch:
+            engine.step()
+            outputs += engine.poll()
+            if not begun and int((t.phase == Phase.DECODE).sum()) == work.batch:
+                begun, before = time.perf_counter(), engine.totals.new_tokens
+                odd = np.array([request is not None and (request.params.seed or 0) % 2 == 1 for request in t.request])
+            if work.kind == "trace" and (falls := odd & ~fallen & (t.num_known - t.prompt_len >= FALLS)).any():
+                fallen |= falls
+                chances[fallen] = FALLEN
+                self._accept(chances)
+        seconds, tokens = time.perf_counter() - begun, engine.totals.new_tokens - before
+        while engine.has_work:
+            engine.step()
+        assert all(output.finish_reason == "length" for output in outputs), [output.error for output in outputs]
+        return tokens / seconds
+
+    def _accept(self, chances: Array) -> None:
+        """Chances [slots, drafts] from the next step on."""
+        device: Any = self.engine.device
+        device.load(device.chances, chances)
+
+    def close(self) -> None:
+        """Free the device."""
+        for engine in (self.engine, self.without):
+            if engine is not None:
+                engine.close()
+
+
+def relative(log: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """With milliseconds from the first one."""
+    return [(round(1e3 * (at - log[0][0]), 3), count, k) for at, count, k in log]
+
+
+class Cell:
+    """A work and what was measured of it."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.turns: list[dict[int | str, float]] = []
+        self.drafts: Array = np.zeros(MOST + 1, np.int64)
+        self.log: list[list[tuple[float, int, int]]] = []
+        self.fixed: dict[str, Any] = {}
+
+    def turn(self, contenders: Contenders) -> None:
+        """The next turn."""
+        others = [*FIXED, *(["none"] if contenders.without is not None else [])]
+        if self.turns:
+            first = self.turns[0]
+            order = [*sorted((k for k in first if k != "auto"), key=lambda k: -first[k])[:2], "auto"]
+        else:
+            contenders.served(self.work, "auto")
+            self._keep(contenders)
+            order = [*others, "auto"]
+        found: dict[int | str, float] = {}
+        for who in order if len(self.turns) % 2 else order[::-1]:
+            found[who] = contenders.served(self.work, who)
+            if who == "auto":
+                self._keep(contenders)
+            elif who != "none":
+                self.fixed[str(who)] = relative(contenders.policy.log)
+        self.turns.append(found)
+
+    def _keep(self, contenders: Contenders) -> None:
+        self.log.append(relative(contenders.policy.log))
+        self.drafts = np.bincount([k for *_, k in contenders.policy.log], minlength=MOST + 1)
+
+    def rows(self, shape: str) -> list[dict[str, Any]]:
+        """A row a contender."""
+        rows = []
+        for who in self.turns[0]:
+            speeds = [turn[who] for turn in self.turns if who in turn]
+            ratios = [turn["auto"] / turn[who] for turn in self.turns if who in turn]
+            row = {
+                "shape": shape, "backend": "cuda", "dtype": "bf16", "weights": "random", "acceptance": "synthetic",
+                "work": self.work.kind, "batch": self.work.batch, "accept_schedule": list(self.work.accepted),
+                "policy": who if isinstance(who, str) else "fixed", "draft_tokens": who if isinstance(who, int) else MOST,
+                "turns": len(speeds), "tokens_per_s": round(statistics.median(speeds), 1),
+                "spread": [round(min(speeds), 1), round(max(speeds), 1)],
+            }  # fmt: skip
+            if who == "auto":
+                row["drafts_per_step"] = self.drafts.tolist()
+            else:
+                row["auto_over_this"] = round(statistics.median(ratios), 3)
+                row["auto_over_this_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+            rows.append(row)
+        return rows
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fixed number with most tokens a second."""
+    return max((row for row in rows if row["policy"] == "fixed"), key=lambda row: float(row["tokens_per_s"]))
+
+
+def line(rows: list[dict[str, Any]]) -> str:
+    """Of one work, in the table."""
+    by = {row["policy"] if row["policy"] != "fixed" else row["draft_tokens"]: row for row in rows}
+    ahead = best(rows)
+    low, high = ahead["auto_over_this_spread"]
+    cells = " | ".join(f"{by[k]['tokens_per_s']:,.0f}" if k in by else "" for k in ("none", *FIXED, "auto"))
+    return (
+        f"| {ahead['shape']} | {ahead['work']} | {ahead['accept_schedule'][0]:g} | {ahead['batch']} | {cells} "
+        f"| {ahead['auto_over_this']:.3f} ({low:.3f} to {high:.3f}), K = {ahead['draft_tokens']} |"
+    )
+
+
+COLUMNS = "shape", "work", "first draft accepted", "batch", "none", "K = 0", "K = 1", "K = 3", "K = 5", "auto:5", "auto over best"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="mimo-7b")
+    parser.add_argument("--batch", default="1,8,32,64")
+    parser.add_argument("--accepted", default="high,low")
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--none", action="store_true", help="an engine without a drafter, too")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn of a work after this time")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--log", type=Path, help="what auto chose in each step of its runs")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    contenders = Contenders(options.shape, none=options.none)
+    schedules = [{"high": HIGH, "low": LOW}[name] for name in options.accepted.split(",")]
+    cells = [Cell(Work("steady", batch, a)) for a in schedules for batch in map(int, options.batch.split(","))]
+    cells += [Cell(Work("trace", SLOTS, HIGH))] if options.trace else []
+    for turn in range(options.turns):
+        for cell in cells:
+            if time.monotonic() - begun < options.seconds and len(cell.turns) == turn:
+                cell.turn(contenders)
+                print(line(cell.rows(options.shape)), f"{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        write(options, contenders, cells)
+    contenders.close()
+    print(f"| {' | '.join(COLUMNS)} |")
+    for cell in cells:
+        if cell.turns:
+            print(line(cell.rows(options.shape)), cell.drafts.tolist())
+
+
+def write(options: argparse.Namespace, contenders: Contenders, cells: list[Cell]) -> None:
+    """What there is so far."""
+    import json
+
+    from polydraft_cuda.device import device_name, driver_version
+
+    rows = [row for cell in cells if cell.turns for row in cell.rows(options.shape)]
+    said = {"device": device_name(0), "driver": str(driver_version()), "method": (__doc__ or "").strip()}
+    report.write(options.out, report.document(rows, **said))
+    if options.log:
+        logs = [{"work": cell.work._asdict(), "runs": cell.log, "fixed": cell.fixed} for cell in cells]
+        told = {"rehearsed": contenders.rehearsed, "now": contenders.policy.report(), "logs": logs}
+        options.log.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

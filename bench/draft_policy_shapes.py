@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -226,6 +227,14 @@ def line(rows: list[dict[str, Any]]) -> str:
 COLUMNS = "shape", "work", "first draft accepted", "batch", "none", "K = 0", "K = 1", "K = 3", "K = 5", "auto:5", "auto over best"
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One line a work."""
+    works: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        works.setdefault((row["shape"], row["work"], row["accept_schedule"][0], row["batch"]), []).append(row)
+    return "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(line, works.values())]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="mimo-7b")
@@ -250,19 +259,19 @@ def main() -> None:
                 print(line(cell.rows(options.shape)), f"{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         write(options, contenders, cells)
     contenders.close()
-    print(f"| {' | '.join(COLUMNS)} |")
-    for cell in cells:
-        if cell.turns:
-            print(line(cell.rows(options.shape)), cell.drafts.tolist())
+    print(markdown(measured(options.shape, cells)))
+
+
+def measured(shape: str, cells: list[Cell]) -> list[dict[str, Any]]:
+    """The rows of all works that had their turn."""
+    return [row for cell in cells if cell.turns for row in cell.rows(shape)]
 
 
 def write(options: argparse.Namespace, contenders: Contenders, cells: list[Cell]) -> None:
     """What there is so far."""
-    import json
-
     from polydraft_cuda.device import device_name, driver_version
 
-    rows = [row for cell in cells if cell.turns for row in cell.rows(options.shape)]
+    rows = measured(options.shape, cells)
     said = {"device": device_name(0), "driver": str(driver_version()), "method": (__doc__ or "").strip()}
     report.write(options.out, report.document(rows, **said))
     if options.log:

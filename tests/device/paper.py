@@ -412,10 +412,10 @@ def bind_shape(shape: Shape, act: str, **options: Any) -> list[Bound]:
 
 
 def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bound]:
-    """Bind a projection, gate and up with their activation, a large head with its choice, and a half whose experts are taken so,
-    packed; what was bound."""
+    """Bind two projections, one of them gate and up with their activation, a large head with its choice, and a half whose experts
+    are taken so, packed; what was bound."""
     device: Any = PaperDevice(dtype=act, **options)
-    for outputs, out in ((2 * shape.ffn, act), (HEAD, "f32")):
+    for outputs, out in (((shape.heads + 2 * shape.kv_heads) * shape.head_dim, act), (2 * shape.ffn, act), (HEAD, "f32")):
         weight = packed_on_paper(device, (outputs, shape.hidden), PACKINGS[packing])
         x, y = device.empty("x", (shape.rows, shape.hidden), act), device.empty("y", (shape.rows, outputs), out)
         launches: list[tuple[str, Any]] = [("linear", LinearV1(x=x, weight=weight, bias=None, out=y))]
@@ -423,7 +423,7 @@ def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bo
             chosen = {name: device.empty(name, (shape.rows,), "i32") for name in ("row_slot", "tokens")}
             launches.append(("process_logits", ProcessLogitsV1(logits=y, row_slot=chosen["row_slot"], num_valid=outputs)))
             launches.append(("argmax", ArgmaxV1(logits=y, **chosen)))
-        else:
+        elif outputs == 2 * shape.ffn:
             gated = device.empty("gated", (shape.rows, shape.ffn), act)
             launches.append(("swiglu", SwigluV1(gate_up=y, out=gated)))
         _bind(device, launches, shape)

@@ -90,7 +90,7 @@ ELSEWHERE = {"attention_prefill.cu"}
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_source_is_bound(arch: str):
-    linear = ("tile", "pair", "rows", "split", "screen", "prompt")
+    linear = ("tile", "pair", "parts", "rows", "split", "screen", "prompt")
     experts = ("row", "sum", "tile")
     hopper = {
         "attention_prompt.cu",

@@ -40,10 +40,11 @@ from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
 from polydraft_cuda.kernels import attention, experts, kernels, linear, routed
+from polydraft_cuda.kernels.packed import rounded_bytes
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.kernels.screen import screen_of
 from polydraft_cuda.program_pass import CudaPass
-from tests.device.paper import HALF, Bound, PaperDevice, experts_of_half, weight_on_paper
+from tests.device.paper import HALF, Bound, PaperDevice, experts_of_half, packed_on_paper, weight_on_paper
 
 NO_STREAM: Any = None
 """Recorded launches go nowhere."""
@@ -259,10 +260,59 @@ def test_large_matrices_stream_and_many_rows_go_to_the_library(library: bool):
     _, head = projection(device, 151680, 4096)
     expected = [[f"linear_tile.cu {t}"] for t in (8, 32, 64, 128, 256)]
     assert [chosen(device, head, n) for n in (1, 32, 64, 65, 256)] == expected, "blocks have whole tiles of so many outputs"
+    for launch in (narrow, projection(device, 4000, 8256)[1]):
+        assert [chosen(device, launch, n) for n in (129, 192)] == [["linear_parts.cu 192"]] * 2
     for launch in (wide, narrow, between, head):
         many = ["linear_tile.cu 256"] * 2 if not library else ["cuBLASLt"]
         assert chosen(device, launch, 300) == many
     assert chosen(device, wide, 0) == []
+
+
+def packed_projection(device: Any, outputs: int, inputs: int, packing: str) -> tuple[LinearV1, Any, int]:
+    """Its arguments, its launch, and the bytes of its workspace."""
+    weight = packed_on_paper(device, (outputs, inputs), PACKINGS[packing])
+    x, out = device.empty("x", (512, inputs), device.dtype), device.empty("out", (512, outputs), device.dtype)
+    a = LinearV1(x=x, weight=weight, bias=None, out=out)
+    nbytes = linear.workspace_bytes(device, a, LIMITS)
+    return a, linear.linear(device, a, LIMITS, SimpleNamespace(buffer=device.empty("workspace", (nbytes,), "u8"))), nbytes
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "whole", "blocks"), [(4096, 11008, 0, 4), (6144, 4096, 0, 2), (22016, 4096, 1, 3), (19184, 768, 1, 4)]
+)
+def test_tiles_of_packed_rows_that_are_left_are_split_over_blocks(outputs: int, inputs: int, whole: int, blocks: int):
+    device: Any = Recorder(dtype="bf16")
+    a, launch, nbytes = packed_projection(device, outputs, inputs, "fp8-channel-a8")
+    sizes = {n: chosen(device, launch, n)[1] for n in (64, 65, 128, 129, 256, 257)}
+    of_parts = {65: 128, 128: 128, 129: 256, 256: 256}
+    assert sizes == {n: f"linear_parts.cu {of_parts[n]}" if n in of_parts else f"linear_tile.cu {min(n, 256)}" for n in sizes}
+    for one in (one for one in device.bound if one.name == "linear_parts"):
+        told = one.defines
+        assert (told["WHOLE"], told["SPLIT"]) == (whole, blocks)
+        tiles = -(-outputs // 128)
+        left = tiles - whole * 132
+        assert one.grid == (132 if whole else tiles * blocks)
+        assert left * blocks <= one.grid <= 132, "the blocks of a tile run at once"
+        assert one.shared + 16 * told["STAGES"] <= device.shared_bytes
+        most = -(-told["TOKENS"] // 8 // blocks) * 8
+        assert left * blocks**2 * most * 128 * 4 <= nbytes - rounded_bytes(a), (
+            "what they leave for each other lies in front of rows"
+        )
+
+
+def test_tiles_are_not_split_where_blocks_would_idle_or_scales_are_of_groups():
+    device: Any = Recorder(dtype="bf16")
+    for outputs, inputs, packing in (
+        (1024, 16384, "fp8-channel-a8"),
+        (4096, 11008, "fp8-block128-a8"),
+        (4096, 11008, "fp8-channel"),
+    ):
+        _, launch, _ = packed_projection(device, outputs, inputs, packing)
+        assert {chosen(device, launch, n)[-1].split()[0] for n in (65, 129, 256)} == {"linear_tile.cu"}
+    for outputs, inputs in ((2048, 11008), (3584, 8192), (4096, 4096), (6144, 8192)):
+        assert chosen(device, projection(device, outputs, inputs)[1], 150) == ["linear_tile.cu 256"]
+    invariant: Any = Recorder(dtype="bf16", row_invariant=True)
+    assert chosen(invariant, packed_projection(invariant, 4096, 11008, "fp8-channel-a8")[1], 150)[-1] == "linear_tile.cu 256"
 
 
 def test_a_device_whose_projections_are_gone_is_freed():

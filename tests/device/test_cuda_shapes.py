@@ -31,7 +31,7 @@ from polydraft_cuda.kernels import linear as linear_module
 from tests.device.paper import SHAPES, Half, Shape, experts_of_half
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
-ROWS = (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 65, 100, 257)
+ROWS = (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 65, 100, 129, 192, 193, 256, 257)
 
 
 @pytest.fixture(params=["bf16", "f16"])
@@ -71,17 +71,22 @@ def launch_of(device: CudaDevice, name: str, args: Any, own: Limits) -> Any:
 class Projection:
     """A projection with random numbers; `run(n)` gives the first n rows of what it leaves, and `wanted` what they should be."""
 
-    def __init__(self, device: CudaDevice, inputs: int, outputs: int, *, to_f32: bool = False, rows: int = max(ROWS)) -> None:
+    def __init__(
+        self, device: CudaDevice, inputs: int, outputs: int, *, to_f32: bool = False, bias: bool = False, rows: int = max(ROWS)
+    ) -> None:
         rng, act = np.random.default_rng(inputs + outputs), device.dtype
         x = rng.standard_normal((rows, inputs), np.float32)
         w = rng.standard_normal((outputs, inputs), np.float32) / np.float32(np.sqrt(inputs))
         self.device, self.dtype = device, "f32" if to_f32 else act
-        weight: Any = polydraft_cuda.polydraft_kernels(device).prepare_weight("linear", w, act)
+        table: Any = polydraft_cuda.polydraft_kernels(device)
+        weight, added = table.prepare_weight("linear", w, act), rng.standard_normal(outputs, np.float32) * np.float32(bias)
         self.out = device.empty("out", (rows, outputs), self.dtype)
         self.x, self.weight = filled(device, "x", x, act), weight.buffer
-        self.args = LinearV1(x=self.x, weight=weight, bias=None, out=self.out)
+        addend = table.prepare_weight("bias", added, act) if bias else None
+        self.args = LinearV1(x=self.x, weight=weight, bias=addend, out=self.out)
         self.launch = launch_of(device, "linear", self.args, limits(rows))
-        self.wanted = from_host(to_host(x, act), act).astype(np.float32) @ from_host(to_host(w, act), act).astype(np.float32).T
+        seen, by, more = (from_host(to_host(value, act), act).astype(np.float32) for value in (x, w, added))
+        self.wanted = seen @ by.T + more
 
     def run(self, n: int) -> Array:
         self.device.fill_bytes(self.out, 0xFF)
@@ -105,6 +110,15 @@ def test_a_projection_is_right_for_every_number_of_rows(opened: CudaDevice, shap
             found, wanted = projection.run(n), projection.wanted[:n]
             allowed = (2e-5 if to_f32 else EPS[opened.dtype]) * np.maximum(np.abs(wanted), 1.0)
             assert (np.abs(found - wanted) <= allowed).all(), (inputs, outputs, n, float(np.abs(found - wanted).max()))
+
+
+def test_blocks_that_split_the_inputs_of_a_tile_find_what_the_others_left_each_time(opened: CudaDevice):
+    projection = Projection(opened, 8256, 4000, bias=True)  # inputs and outputs that parts and tiles do not divide
+    for n in (129, 192, 150):
+        found = [projection.run(n) for _ in range(3)]
+        assert all(np.array_equal(found[0], other) for other in found[1:])
+        allowed = EPS[opened.dtype] * np.maximum(np.abs(projection.wanted[:n]), 1.0)
+        assert (np.abs(found[0] - projection.wanted[:n]) <= allowed).all(), n
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,16 @@ def test_a_packed_projection_is_right_for_every_number_of_rows(packing: str, act
                 projection.holds(n)
 
 
+@pytest.mark.parametrize("act", ["bf16", "f16"])
+def test_blocks_that_split_the_inputs_of_a_packed_tile_leave_each_other_their_sums(act: str):
+    with opened(act) as device:
+        for outputs, inputs in ((4000, 4224), (6000, 2304), (19184, 768)):  # four blocks a tile, two, and whole tiles besides
+            projection = Projection(device, random_weight(PACKINGS["fp8-channel-a8"], outputs, inputs), bias=outputs < 5000)
+            for n in (65, 128, 129, 256, 200):
+                projection.holds(n)
+                assert np.array_equal(projection.run(n), projection.run(n)), "a sum has one order"
+
+
 @pytest.mark.parametrize("packing", TAKEN)
 def test_where_rows_are_invariant_a_row_is_the_same_alone(packing: str):
     device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16", row_invariant=True))
@@ -136,12 +146,17 @@ def test_where_rows_are_invariant_a_row_is_the_same_alone(packing: str):
     device.close()
 
 
-@pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int4-group32-zeros"])
-def test_gate_up_and_their_activation_are_one_launch(packing: str):
+@pytest.mark.parametrize(
+    ("packing", "width", "inputs"),
+    [
+        *((one, 5632, 4096) for one in ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8")), ("int4-group32-zeros", 8192, 4096),
+        ("fp8-channel-a8", 9592, 768),
+    ],
+)  # fmt: skip
+def test_gate_up_and_their_activation_are_one_launch(packing: str, width: int, inputs: int):
     device = polydraft_cuda.polydraft_open_device("", DeviceOptions("bf16"))
-    rows, width = 257, 5632 if "int4" not in packing else 8192
-    kind = PACKINGS[packing]
-    projection = Projection(device, random_weight(kind, 2 * width, 4096), rows=rows)
+    rows, kind = 257, PACKINGS[packing]
+    projection = Projection(device, random_weight(kind, 2 * width, inputs), rows=rows)
     gated = device.empty("gated", (rows, width), "bf16")
     activation = SwigluV1(gate_up=projection.out, out=gated)
     activate = launch_of(device, "swiglu", activation, limits(rows))

@@ -21,17 +21,20 @@ from polydraft_cuda.compiler import sequence
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import screen
 from polydraft_cuda.kernels.mlp import swiglu
-from polydraft_cuda.kernels.packed import Rounded, packing_of, place_rounded, round_rows, rounded_bytes
+from polydraft_cuda.kernels.packed import Rounded, is_eight, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
     MOST_STAGES,
     PAIR_ROWS,
     PAIR_STAGES,
     TILE_ROWS,
     TILE_WARPS,
+    Parts,
     Size,
     Split,
     num_blocks,
     pair,
+    parts,
+    parts_bytes,
     plain,
     prompt,
     rows,
@@ -39,6 +42,7 @@ from polydraft_cuda.kernels.projections import (
     split,
     stream,
     tile,
+    tiles_of,
 )
 from polydraft_cuda.kernels.provider import Kernel
 from polydraft_cuda.kernels.routing import is_router, router
@@ -65,6 +69,17 @@ FEWER: Final = 192
 """Rows of a launch at most in which it takes fewer, 64 to a warp group."""
 LEAST_GATED: Final = 80
 """Outputs of a block from which on that is faster for gate and up than two launches."""
+PARTS: tuple[Parts, ...] = (Parts(192, 5),)
+EIGHT_PARTS: tuple[Parts, ...] = (Parts(128, 6), Parts(256, 4))
+"""Rows of a launch of `linear_parts` at most, and chunks in flight, also where E4M3 is multiplied by E4M3."""
+MOST_PARTS: Final = 4
+"""Blocks that have a tile of it."""
+LEAST_BUSY, LEAST_BUSY_EIGHT = 0.9, 0.7
+"""Share of the multiprocessors' time that it must have work for, so that it is faster than others."""
+LEAST_ROWS, LEAST_ROWS_EIGHT = 128, 64
+"""Rows up to which others are faster."""
+LEAST_INPUTS: Final = 8192
+"""Inputs of such a projection at least, where weights are not packed."""
 ORDER_SIZES: tuple[tuple[int, int], ...] = ((8, 2), *SPLIT_SIZES)
 """Sizes of `linear_split` where a block takes all inputs of its outputs in order: rows of a launch at most, and chunks of a
 stage."""
@@ -113,6 +128,32 @@ def split_sizes(device: CudaDevice, a: Any) -> tuple[Split, ...]:
     if not is_whole(device, a) or a.weight.nbytes <= SMALL or a.weight.shape[0] % 8 or not 32 <= width <= 128:
         return ()
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 2) for n, chunks in SPLIT_SIZES)
+
+
+def parts_sizes(device: CudaDevice, a: Any) -> tuple[Parts, ...]:
+    """Sizes in which `linear_parts` takes this projection: where nearly all multiprocessors have work until it ends."""
+    (outputs, inputs), eight = a.weight.shape, is_eight(a) and not a.weight.packing.columns
+    taken = eight or (is_whole(device, a) and inputs >= LEAST_INPUTS)
+    if not taken or device.row_invariant or a.weight.nbytes <= SMALL or outputs % 8 or a.out.dtype != a.x.dtype:
+        return ()
+    whole, left = divmod(tiles_of(a), int(device.num_sms))
+    blocks = min(MOST_PARTS, int(device.num_sms) // left) if left else 0
+    sizes, least = (EIGHT_PARTS, LEAST_BUSY_EIGHT) if eight else (PARTS, LEAST_BUSY)
+    if blocks < 2 or tiles_of(a) < least * device.num_sms * (whole + 1 / blocks):
+        return ()
+    return tuple(size._replace(whole=whole, blocks=blocks) for size in sizes)
+
+
+def with_parts(
+    device: CudaDevice, a: Any, workspace: Any, usual: Launch, *, before: list[Launch] | None = None, gated: Any = None,
+    rounded: Rounded | None = None,
+) -> Launch:  # fmt: skip
+    """`linear_parts` behind `before` for the numbers of rows in which it is faster, and the `usual` launch for all others."""
+    launches = [
+        (size.rows, sequence(*before or (), parts(device, a, workspace, size, gated, rounded))) for size in parts_sizes(device, a)
+    ]
+    least = LEAST_ROWS if packing_of(a) is None else LEAST_ROWS_EIGHT
+    return by_rows([(least, usual), *launches, (1 << 30, usual)]) if launches else usual
 
 
 def is_wide(device: CudaDevice, a: Any) -> bool:
@@ -181,7 +222,8 @@ def _shares_bytes(device: CudaDevice, a: Any) -> int:
     if not is_tiled(device, a):
         return cublaslt.WORKSPACE if uses_library(a) else 0
     shares = max(num_blocks(device, a, size.cluster) * size.rows for size in sizes_of(device, a))
-    return max(shares * TILE_ROWS * 4, cublaslt.WORKSPACE if uses_library(a) else 0)
+    left = max((parts_bytes(device, a, size) for size in parts_sizes(device, a)), default=0)
+    return max(shares * TILE_ROWS * 4, left, cublaslt.WORKSPACE if uses_library(a) else 0)
 
 
 def rounding(device: CudaDevice, a: Any, workspace: Any) -> tuple[Rounded, list[Launch]]:
@@ -246,6 +288,8 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
         most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
         joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
         steps = [(most, sequence(*before, joined))]
+        usual = by_rows([*steps, (1 << 30, apart)])
+        return with_parts(device, a, workspace, usual, before=before, gated=out, rounded=rounded)
     steps.append((LEAST_PROMPT_ROWS - 1 if is_whole(device, a) else 1 << 30, apart))
     return by_rows([*steps, (1 << 30, prompt(device, a, out))] if is_whole(device, a) else steps)
 
@@ -314,7 +358,7 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
         rounded, before = rounding(device, a, workspace)
         sizes = sizes_of(device, a)
         product = tiles(device, a, workspace, sizes, rounded=rounded) if is_tiled(device, a) else plain(device, a, rounded)
-        return sequence(*before, product)
+        return sequence(*before, with_parts(device, a, workspace, product, rounded=rounded))
     if device.row_invariant:
         return in_order(device, a, workspace) if is_tiled(device, a) else plain(device, a)
     steps: list[tuple[int, Launch]] = []  # most rows, launch
@@ -332,7 +376,7 @@ def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
         if taken < most:
             steps.append((most, tiles(device, a, workspace, left or SIZES[-1:], most=most)))
     steps.append((1 << 30, many or plain(device, a)))
-    return by_rows(sorted(steps, key=lambda step: step[0]))
+    return with_parts(device, a, workspace, by_rows(sorted(steps, key=lambda step: step[0])))
 
 
 def by_rows(steps: list[tuple[int, Launch]]) -> Launch:

@@ -49,6 +49,16 @@ class Split(NamedTuple):
     """1: sums are taken in the order of the inputs; such a launch takes any number of rows, in blocks of so many."""
 
 
+class Parts(NamedTuple):
+    """A size of `linear_parts`: rows of a launch at most, chunks in flight, whole tiles of a block, and blocks that split the
+    inputs of a tile that is left."""
+
+    rows: int
+    stages: int
+    whole: int = 0
+    blocks: int = 0
+
+
 class Matrix(NamedTuple):
     """A matrix that lies in memory of another shape."""
 
@@ -297,6 +307,41 @@ def prompt(device: CudaDevice, a: Any, gated: Any) -> Launch:
         2 * function.most_clusters(threads, shared, 2), threads, tensor_map(device, a.weight, 128, paired=8),
         tensor_map(device, a.x, 128), gated, ROWS, outputs, inputs, shared=shared, cluster=2, dependent=True,
     )  # fmt: skip
+
+
+def parts(
+    device: CudaDevice, a: Any, workspace: Any, size: Parts, gated: Any = None, rounded: Rounded | None = None
+) -> Launch:  # fmt: skip
+    """`linear_parts` for up to `size.rows` rows; all of its blocks run at once. Where `gated` is given, silu(gate) * up goes
+    there alone. `rounded`: the rows, where they and the weight are E4M3."""
+    outputs, inputs = a.weight.shape
+    tokens, stages, whole, blocks = size
+    paired, eight = gated is not None, rounded is not None
+    function = device.function(
+        source("linear_parts.cu"), "linear_parts", arch_features="a", TOKENS=tokens, WHOLE=whole, SPLIT=blocks, STAGES=stages,
+        BIAS=int(a.bias is not None), GATED=int(paired), EIGHT=int(eight), **act(a.x.dtype),
+    )  # fmt: skip
+    x, weight, scales, row_scales = a.x, a.weight, None, None
+    if rounded is not None:
+        x, weight, scales, row_scales = rounded.x, a.weight.numbers, a.weight.scales, rounded.scales
+    leaving = 64 * (TILE_ROWS // (1 + paired) + 8) * 2  # rows on their way out
+    return function.bind(
+        device.num_sms if whole else tiles_of(a) * blocks, 2 * 128 + (128 if eight else 32),
+        tensor_map(device, weight, TILE_ROWS, paired=8 * paired), tensor_map(device, x, tokens), gated or a.out, a.bias, scales,
+        row_scales, workspace.buffer, flags(device, "linear_parts"), ROWS, outputs, inputs,
+        shared=stages * (TILE_ROWS + tokens) * 128 + leaving + 1024, dependent=True,
+    )  # fmt: skip
+
+
+def tiles_of(a: Any) -> int:
+    """Tiles of 128 outputs."""
+    return -(-int(a.weight.shape[0]) // TILE_ROWS)
+
+
+def parts_bytes(device: CudaDevice, a: Any, size: Parts) -> int:
+    """What blocks of `linear_parts` leave for each other."""
+    left, given = tiles_of(a) - size.whole * int(device.num_sms), -(-size.rows // (8 * size.blocks)) * 8
+    return left * size.blocks**2 * given * TILE_ROWS * 4
 
 
 def stream(device: CudaDevice, a: Any, tokens: int) -> Launch:

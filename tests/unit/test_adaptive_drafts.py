@@ -131,24 +131,23 @@ def test_rungs_move_together_once_they_are_known() -> None:
     assert times.mean[0, :3] == pytest.approx([2.0, 4.0, 8.0], rel=0.2)
     assert apart(times, 0, 20)[2] < 0.1
     for step in range(12):
-        times.measured(0, 2, [8.0 + step] * 9, 30 + 10 * step)  # the machine becomes slower
-    assert times.mean[0, :3] == pytest.approx([19.0 / 4.0, 19.0 / 2.0, 19.0], rel=0.2)
+        times.measured(0, 2, [8.0 + step] * 9, 30 + 10 * step)
+    assert times.mean[0, :3] == pytest.approx([13.0, 15.0, 19.0], rel=0.1)
 
 
-def test_longer_texts_leave_open_what_steps_with_drafts_take() -> None:
-    """What attention reads of the texts is about the same for all rungs; were it taken for a slower machine, three drafts would
-    be believed to take 16, for certain."""
+def test_longer_texts_add_the_same_to_all() -> None:
+    """And shorter ones take it away again, however often; were they taken for a slower machine, three drafts would be believed to
+    take 16 in between."""
     times = StepTimes(BUCKETS, RUNGS)
     for now in range(10, 100, 20):
         times.measured(0, 2, [8.0] * 9, now)
         times.measured(0, 0, [2.0] * 9, now + 10)
-    for i in range(1, 17):
-        times.measured(0, 0, [2.0 + i / 8] * 16, 100 + 16 * i)
-    seconds, unsure = times.mean[0, 2], apart(times, 0, 356)[2]
-    assert times.mean[0, 0] == pytest.approx(4.0, rel=0.01)
-    assert 10.0 < seconds < 14.0
-    assert np.log(seconds / 10.0) < 3.5 * unsure
-    assert np.log(16.0 / seconds) < 3.5 * unsure
+    now = 100
+    for _ in range(6):
+        for i in range(17):
+            times.measured(0, 0, [2.0 + i / 8] * 16, now := now + 16)
+        assert times.mean[0, 0] == pytest.approx(4.0, rel=0.01)
+        assert times.mean[0, 2] == pytest.approx(10.0, rel=0.1)
 
 
 def test_buckets_are_like_their_neighbours_but_for_the_level() -> None:
@@ -304,11 +303,14 @@ def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
-    world = World(size, lambda step: 5.0 + 0.4 * step.drafts, unlike)
-    policy = world.adaptive()
-    world.run(policy, size, 1500)
+    def world() -> World:
+        return World(size, lambda step: 5.0 + 0.4 * step.drafts, unlike)
+
+    chosen = world()
+    policy = chosen.adaptive()
+    pace = chosen.run(policy, size, 1500)
     assert policy.windows is None
-    assert policy.report()["limited_steps"] < 600, "until it was known"
+    assert pace > 0.97 * max(world().run(Always(k), size, 1500) for k in policy.rungs), "nor does it cost to find that out"
 
 
 def test_a_request_that_was_limited_is_tried_again() -> None:

@@ -134,8 +134,7 @@ class StepTimes:
             if passed:
                 passed = min(passed, STAY[1])
                 self._widen(mean, cov, passed * self._stale)
-                level = mean * self._level  # a slower machine adds to each time a part of it, longer texts to all the same
-                cov += 0.5 * passed * self.unrest * (np.multiply.outer(level, level) + mean[0] ** 2 * self._alike)
+                cov += passed * self.unrest * mean[0] ** 2 * self._alike  # longer texts add the same to all
         elif self.known.any():
             away = np.abs(np.log2(self.buckets) - math.log2(self.buckets[bucket]))
             nearest = int(np.where(self.known, away, np.inf).argmin())

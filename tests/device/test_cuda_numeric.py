@@ -278,7 +278,8 @@ def packed_projection(device: Any, outputs: int, inputs: int, packing: str) -> t
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "whole", "blocks"), [(4096, 11008, 0, 4), (6144, 4096, 0, 2), (22016, 4096, 1, 3), (19184, 768, 1, 4)]
+    ("outputs", "inputs", "whole", "blocks"),
+    [(4096, 11008, 0, 4), (6144, 4096, 0, 2), (22016, 4096, 1, 3), (19184, 768, 1, 4), (102400, 256, 6, 2)],
 )
 def test_tiles_of_packed_rows_that_are_left_are_split_over_blocks(outputs: int, inputs: int, whole: int, blocks: int):
     device: Any = Recorder(dtype="bf16")
@@ -293,6 +294,7 @@ def test_tiles_of_packed_rows_that_are_left_are_split_over_blocks(outputs: int, 
         left = tiles - whole * 132
         assert one.grid == (132 if whole else tiles * blocks)
         assert left * blocks <= one.grid <= 132, "the blocks of a tile run at once"
+        assert blocks <= inputs // 128, "each has some of its inputs, for the others wait for what it leaves"
         assert one.shared + 16 * told["STAGES"] <= device.shared_bytes
         most = -(-told["TOKENS"] // 8 // blocks) * 8
         assert left * blocks**2 * most * 128 * 4 <= nbytes - rounded_bytes(a), (

@@ -137,7 +137,7 @@ def parts_sizes(device: CudaDevice, a: Any) -> tuple[Parts, ...]:
     if not taken or device.row_invariant or a.weight.nbytes <= SMALL or outputs % 8 or a.out.dtype != a.x.dtype:
         return ()
     whole, left = divmod(tiles_of(a), int(device.num_sms))
-    blocks = min(MOST_PARTS, int(device.num_sms) // left) if left else 0
+    blocks = min(MOST_PARTS, int(device.num_sms) // left, inputs // 128) if left else 0  # each has a chunk at least
     sizes, least = (EIGHT_PARTS, LEAST_BUSY_EIGHT) if eight else (PARTS, LEAST_BUSY)
     if blocks < 2 or tiles_of(a) < least * device.num_sms * (whole + 1 / blocks):
         return ()

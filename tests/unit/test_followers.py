@@ -80,6 +80,14 @@ def test_a_message_is_taken_once_all_of_it_is_seen(late: str):
     assert Mailbox(seen).take() == b"new plan"
 
 
+def test_memory_in_which_nothing_was_written_has_no_message():
+    memory = np.zeros(NBYTES, np.uint8)
+    put, take = Mailbox(memory.copy()), Mailbox(memory)
+    assert put.put(b"plan")
+    memory[:8] = put._bytes[:8]  # the count alone
+    assert take.take() is None, "not even an empty one"
+
+
 # -- the inbox of a process ------------------------------------------------------------------------------
 class Ends:
     """Both ends of the way to a process, in this one."""
@@ -142,6 +150,23 @@ def test_one_that_sleeps_is_woken_or_looks_by_itself(ends: Ends, woken: bool, mo
     assert ends.inbox.get(timeout=20) == b"plan"
     thread.join()
     assert not ends.box.asleep
+
+
+def test_one_that_is_woken_late_sleeps_on(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+    """By a message that it has taken already."""
+    looks, take = 0, ends.inbox._box.take
+
+    def look() -> bytes | None:
+        nonlocal looks
+        looks += ends.box.asleep
+        if looks == 1:
+            child_process.write_message(ends.pipe, followers._WAKE)
+        return take()
+
+    monkeypatch.setattr(Mailbox, "take", lambda box: look())
+    with pytest.raises(queue.Empty):
+        ends.inbox.get(timeout=0.3)
+    assert looks < 20
 
 
 @contextmanager

@@ -336,10 +336,10 @@ class ProcessInbox:
             if waited < EAGER_S:
                 time.sleep(0)
             elif not self._box.asleep:
-                self._came.clear()
                 self._box.asleep = True  # and look once more: rank 0 may not have seen it
             else:
                 self._came.wait(min(given - waited, NAP_S))
+                self._came.clear()  # what came is in the mailbox; it may have been taken already, and is waited for no more
 
     def _deliver(self) -> None:
         """Take what comes by the pipe. Behind the last message rank 0 waits for nothing any more, and may be gone."""

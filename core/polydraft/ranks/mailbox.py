@@ -1,7 +1,8 @@
 """Messages of rank 0 to another rank in memory that both have: to put one there, or to look for one, takes no system call.
 
 There are places for some short messages, used in turn. Whoever puts one counts it last, and whoever takes one counts that. A
-processor may show the count before the message, so this is there once its checksum is right. Both sides look as often as they
+processor may show the count before the message, so this is there once its checksum is right, which that of nothing in memory
+that is still 0 is not. Both sides look as often as they
 want; one that looks no more says so (`asleep`), and the other one then has to wake it by other means.
 """
 
@@ -35,7 +36,7 @@ class Mailbox:
             return False
         size, begin = len(message), _begin(count)
         self._bytes[8 * (begin + 1) : 8 * (begin + 1) + size] = message
-        words[begin] = crc32(message, count & _LOW) << 32 | size
+        words[begin] = crc32(message, count + 1 & _LOW) << 32 | size
         words[_PUT] = count + 1
         return True
 
@@ -48,7 +49,7 @@ class Mailbox:
         begin = _begin(count)
         said = words[begin]
         message = bytes(self._bytes[8 * (begin + 1) : 8 * (begin + 1) + min(said & _LOW, ROOM)])
-        if crc32(message, count & _LOW) != said >> 32:
+        if crc32(message, count + 1 & _LOW) != said >> 32:
             return None
         words[_TAKEN] = count + 1
         return message

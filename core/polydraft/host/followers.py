@@ -310,7 +310,7 @@ def start_threads(size: int, capacity: int, patience_s: float, overlap: int, bui
 # -- processes -------------------------------------------------------------------------------------
 class ProcessInbox:
     """Messages of rank 0 to this process: short ones by a mailbox, for which it looks for a while whenever it wants one; others,
-    and what wakes it, by a pipe. It ends when there are no more, when rank 0 has gone, or when any rank fails."""
+    and what wakes it, by a pipe. It ends when there are no more, or rank 0 has gone."""
 
     def __init__(self, pipe: RawIOBase, exchange: Exchange) -> None:
         self._pipe, self._exchange, self._box = pipe, exchange, exchange.mailbox(exchange.rank)

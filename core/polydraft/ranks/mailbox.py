@@ -1,9 +1,9 @@
 """Messages of rank 0 to another rank in memory that both have: to put one there, or to look for one, takes no system call.
 
 There are places for some short messages, used in turn. Whoever puts one counts it last, and whoever takes one counts that. A
-processor may show the count before the message, so this is there once its checksum is right, which that of nothing in memory
-that is still 0 is not. Both sides look as often as they
-want; one that looks no more says so (`asleep`), and the other one then has to wake it by other means.
+processor may show the count before the message, so this is there once its checksum is right, and not while memory is still 0.
+Both sides look as often as they want; one that looks no more says so (`asleep`), and the other one then has to wake it by other
+means.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Engine(Collector):
             family_of.add_metric((self._model, str(place)), accepted / drafted if drafted else 0.0)
         yield family_of
         waits = GaugeMetricFamily(
-            "polydraft:rank_plans_waiting", "What rank 0 has told a rank and that has not taken yet.", labels=(*LABELS, "rank")
+            "polydraft:rank_plans_waiting", "Messages of rank 0 that a rank has not taken yet.", labels=(*LABELS, "rank")
         )
         for rank, count in enumerate(s.behind, 1):
             waits.add_metric((self._model, str(rank)), count)

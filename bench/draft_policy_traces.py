@@ -139,8 +139,10 @@ class Known:
         chances = np.broadcast_to(world.chances(world, slots), (count, MOST))
         tokens = np.log1p(np.concatenate((np.zeros((count, 1)), chances.cumprod(axis=1).cumsum(axis=1)), axis=1))
         weights = (world.slots.max_total[slots] - world.done[slots]).clip(1, TOKENS)
-        gains = (weights @ tokens / weights.sum()).tolist()
-        return max(self.rungs, key=lambda k: gains[k] - np.log(world.cost(Step(count, k + 1, count * (k + 1), k, False))))
+        gains, written = (weights @ tokens / weights.sum()).tolist(), float(world.done[slots].mean())
+        return max(
+            self.rungs, key=lambda k: gains[k] - np.log(world.cost(Step(count, k + 1, count * (k + 1), k, False, written)))
+        )
 
 
 def lengths(kind: str, batch: int) -> Array:

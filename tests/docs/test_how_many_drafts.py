@@ -37,7 +37,7 @@ def test_the_trace_is_as_the_page_says() -> None:
     trace = [row for row in RESULT["rows"] if row["work"] == "trace"]
     of = {name: [row for row in trace if row["shape"] == name] for name in ("ernie21, H200", "mimo-7b, H200")}
     assert script.best(of["ernie21, H200"])["auto_over_this_spread"][0] > 1.0
-    assert min(script.best(rows)["auto_over_this"] for rows in works()) > 0.97
+    assert min(script.best(rows)["auto_over_this"] for rows in works()) > 0.96
     first = [script.best(rows)["auto_over_this_first"] for rows in works()]
     assert f"it is {sum(first) / len(first):.3f} of it over all cells, and {min(first):.3f} at worst" in PAGE
     known = next(row for row in of["mimo-7b, H200"] if row["policy"] == "known")

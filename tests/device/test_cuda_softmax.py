@@ -75,6 +75,6 @@ def test_beyond_some_scores_weights_are_lost_and_rows_are_computed_again():
         text = (HEADERS / name).read_text(encoding="utf-8")
         assert re.search(r"fabsf\((high|softmax\.top\[h\])\) (>=|<) LOUD", text), name
     for name in ("attention_prefill.cu", "attention_prompt.cu"):
-        assert "store_tile(" in (HEADERS / name).read_text(encoding="utf-8"), name
+        assert "store_tile<" in (HEADERS / name).read_text(encoding="utf-8"), name
     quantised = (HEADERS / "attention_quant.cu").read_text(encoding="utf-8")
     assert "soften(scores, 1.f, softmax, sums);" in quantised, "scores that have been multiplied are exact on both sides"

@@ -111,13 +111,11 @@ class Communicator(Place):
         device = self.device
         memory = device.empty("ranks.carried", (self.size * _stride(self._group.exchange.capacity),), "u8")
         count = device.zeros("ranks.count", (1,), "i32")
-        words = device.staging("ranks.words", (2, 8 * 8), "u8")
-        words.array[:] = 0
-        device.held += [memory, count, words]
-        self._memory, (self._came, self._fault) = memory.pointer, words.array.view(np.int64)
+        device.held += [memory, count]
+        self._memory, ((self._came, self._fault), *pointers) = memory.pointer, self._words()
         names = ("memory", ctypes.c_uint64), ("count", ctypes.c_uint64), ("came", ctypes.c_uint64), ("fault", ctypes.c_uint64)
         kind = type("Carried", (ctypes.Structure,), {"_fields_": [*names, ("rank", ctypes.c_int32)]})
-        return kind(memory.pointer, count.pointer, words.pointer, words.pointer + 8 * 8, self.rank)
+        return kind(memory.pointer, count.pointer, *pointers, self.rank)
 
     def _find(self) -> None:
         device, nccl, exchange = self.device, self._nccl, self._group.exchange

@@ -88,6 +88,13 @@ class Place:
             self._find()
             self._found = True
 
+    def _words(self) -> tuple[Any, int, int]:
+        """Two records of eight words on the host, 0 at first, which kernels and the host both write; where each begins."""
+        words = self.device.staging("ranks.words", (2, 8 * 8), "u8")
+        words.array[:] = 0
+        self.device.held.append(words)
+        return words.array.view(np.int64), words.pointer, words.pointer + 8 * 8
+
     def _made(self) -> Any:
         """Memory, and what kernels see of it."""
         raise NotImplementedError
@@ -125,11 +132,9 @@ class MeetingPlace(Place):
         memory = device.empty("ranks.region", (region_bytes(self.size, exchange.capacity),), "u8")
         device.fill_bytes(memory, 0)
         counts = device.zeros("ranks.counts", (BLOCKS,), "i32")  # waits, for the memory as well
-        words = device.staging("ranks.words", (2, 8 * 8), "u8")
-        words.array[:] = 0
-        device.held += [memory, counts, words]
+        device.held += [memory, counts]
         self._memory = memory.pointer
-        self._stop, self._fault = words.array.view(np.int64)
+        (self._stop, self._fault), *pointers = self._words()
         patience = 0 if math.isinf(exchange.patience_s) else int(exchange.patience_s * 1e9)
         fields = [
             ("memory", ctypes.c_uint64 * self.size), ("counts", ctypes.c_uint64), ("stop", ctypes.c_uint64),
@@ -138,8 +143,7 @@ class MeetingPlace(Place):
         ]  # fmt: skip
         kind = type("Region", (ctypes.Structure,), {"_fields_": fields})
         nowhere = (ctypes.c_uint64 * self.size)()
-        pointers = nowhere, counts.pointer, words.pointer, words.pointer + 8 * 8
-        return kind(*pointers, patience, each, WORD_BYTES, self.rank, BLOCKS, WORD_ROWS)
+        return kind(nowhere, counts.pointer, *pointers, patience, each, WORD_BYTES, self.rank, BLOCKS, WORD_ROWS)
 
     def _find(self) -> None:
         told, group = self._group.exchange.share(self._told(self._memory)), self._group

@@ -90,6 +90,11 @@ struct Queries {
     }
 };
 struct Softmax { float top[2], total[2]; };  // what is taken off scores, in powers of two; of the weights so far, this lane's part
+// The sum over the four lanes that share a row, in each of them.
+__device__ __forceinline__ void add_over_lanes(float& total) {
+    total += __shfl_xor_sync(FULL, total, 1);
+    total += __shfl_xor_sync(FULL, total, 2);
+}
 constexpr float LOWEST = -3.402823466e+38f, SLACK = 8.f;  // a top before any key; how far scores may lie beyond one
 // A score's weight is of the score as it is, a top of one that float32 has rounded: from here on by more than half a power of two, so that
 // weights may be lost or infinite, and the row is computed again.
@@ -245,8 +250,7 @@ __device__ __forceinline__ void store_tile(float (&sums)[PAIRS * 2][4], Softmax&
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float& total = softmax.total[h];
-        total += __shfl_xor_sync(FULL, total, 1);
-        total += __shfl_xor_sync(FULL, total, 2);
+        add_over_lanes(total);
         const int row = row0 + h * 8;
         if (row >= tile.y) continue;
         const float rest = 1.f / total;

@@ -287,8 +287,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // totals of the four lanes that share a row
             float& total = softmax.total[h];
-            total += __shfl_xor_sync(FULL, total, 1);
-            total += __shfl_xor_sync(FULL, total, 2);
+            add_over_lanes(total);
             const int packed = tile_of_warp * 16 + g + h * 8;
             if (t == 0) stats_shared[part * PACKED + packed] = make_float2(softmax.top[h], total);
             float* s = sums_shared + (part * PACKED + packed) * PITCH + t * 2;

@@ -25,8 +25,6 @@ __device__ __forceinline__ void copy_async_half(unsigned target, const void* sou
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
 }
 __device__ __forceinline__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_prompt(const act_t* __restrict__ q, const act_t* keys, const act_t* values, const int4* __restrict__ tiles, const int* __restrict__ num_tiles,
@@ -89,7 +87,7 @@ attention_prompt(const act_t* __restrict__ q, const act_t* keys, const act_t* va
         products_begin();
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 16; j++) wgmma(s, descriptor(queries + j / 4 * 8192 + j % 4 * 32), descriptor(k + j / 4 * 8192 + j % 4 * 32));
-        products_end();
+        products_end<0>();
         accumulators_fence(s);
         if (key0 + 63 > position || rows < 64 || (WINDOW && key0 <= last - WINDOW)) {
             const int limit[2] = {row0 < rows ? position + row0 : -1, row0 + 8 < rows ? position + row0 + 8 : -1};
@@ -123,7 +121,7 @@ attention_prompt(const act_t* __restrict__ q, const act_t* keys, const act_t* va
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
             for (int h = 0; h < HALVES; h++) wgmma(reinterpret_cast<float(&)[32]>(sums[h * 8]), weights[group], descriptor(v + h * 8192 + group * 32));
-        products_end();
+        products_end<0>();
 #pragma unroll
         for (int h = 0; h < HALVES; h++) accumulators_fence(reinterpret_cast<float(&)[32]>(sums[h * 8]));
     }

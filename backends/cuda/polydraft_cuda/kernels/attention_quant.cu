@@ -138,8 +138,7 @@ attention_quant(const act_t* q, const kv_t* keys, const kv_t* values, const int4
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // totals of the four lanes that share a row
             float& total = softmax.total[h];
-            total += __shfl_xor_sync(FULL, total, 1);
-            total += __shfl_xor_sync(FULL, total, 2);
+            add_over_lanes(total);
             float* s = shared + (part * PACKED + tile_of_warp * 16 + g + h * 8) * PITCH;
             if (t == 0) *(float4*)(s + HEAD_DIM) = make_float4(softmax.top[h], total, 0.f, 0.f);
 #pragma unroll

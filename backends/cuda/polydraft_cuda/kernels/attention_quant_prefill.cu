@@ -117,8 +117,7 @@ attention_quant_prefill(const act_t* q, const kv_t* keys, const kv_t* values, co
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float& total = softmax.total[h];
-        total += __shfl_xor_sync(FULL, total, 1);
-        total += __shfl_xor_sync(FULL, total, 2);
+        add_over_lanes(total);
         const int row = row0 + h * 8;
         if (row >= rows) continue;
         const float rest = 1.f / total;

@@ -53,11 +53,6 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 __device__ __forceinline__ void barrier_arrive_at(unsigned b, int rank) {
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(b), "r"(rank) : "memory");
 }
-// K-major operand in 128-byte swizzled rows, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ uint64_t descriptor(unsigned address) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
 // The warp that fetches: fills a ring of stages, `count` times in all, in a cluster of BLOCKS. The first ones get their weights before
 // the launch ahead has ended and their rows of x behind it, the others as they are given back. With BESIDE rows of x are there as well,
 // and the caller waits for the launch ahead in the end. All 32 threads come here, one fetches.

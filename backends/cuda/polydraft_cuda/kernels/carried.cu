@@ -63,7 +63,7 @@ extern "C" __global__ void bring_choice(const __grid_constant__ Carried c, const
     __shared__ uint64_t scratch[33];
     enter();
     const int64_t nbytes = int64_t(n) * 8;
-    come(c, {2, launch, n, nbytes}, step[0]);
+    come(c, {ARGMAX_PAIR, launch, n, nbytes}, step[0]);
     uint64_t* keys = reinterpret_cast<uint64_t*>(data_of(c, c.rank, nbytes));
     for (int row = blockIdx.x; row < n; row += gridDim.x) {
         uint64_t best = 0;
@@ -79,7 +79,7 @@ extern "C" __global__ void bring_choice(const __grid_constant__ Carried c, const
 extern "C" __global__ void choose(const __grid_constant__ Carried c, int* tokens, const int* step, int launch, int n) {
     enter();
     const int64_t nbytes = int64_t(n) * 8;
-    if (!agreed(c, {2, launch, n, nbytes}, step[0])) return;
+    if (!agreed(c, {ARGMAX_PAIR, launch, n, nbytes}, step[0])) return;
     for (int row = thread(); row < n; row += threads()) {
         uint64_t best = 0;
         for (int from = 0; from < RANKS; ++from) {
@@ -95,7 +95,7 @@ extern "C" __global__ void choose(const __grid_constant__ Carried c, int* tokens
 extern "C" __global__ void add(const __grid_constant__ Carried c, act_t* x, const int* step, int width, int launch, int n) {
     enter();
     const int64_t nbytes = int64_t(n) * width * sizeof(act_t);
-    if (!agreed(c, {1, launch, n, nbytes}, step[0])) return;
+    if (!agreed(c, {ALL_REDUCE, launch, n, nbytes}, step[0])) return;
     const int vectors = int(nbytes >> 4), elements = int(nbytes / sizeof(act_t));
     for (int i = thread(); i < vectors; i += threads()) {
         uint4 brought[RANKS];
@@ -113,18 +113,11 @@ extern "C" __global__ void add(const __grid_constant__ Carried c, act_t* x, cons
 #endif
 
 #if defined(EACH_BYTES)
-#if EACH_BYTES == 16
-typedef uint4 word_t;
-#elif EACH_BYTES == 4
-typedef uint32_t word_t;
-#else
-typedef uint16_t word_t;
-#endif
 // out [rows, columns] := the ranks' x [rows, width] side by side, as far as there is room.
 extern "C" __global__ void columns(const __grid_constant__ Carried c, word_t* out, const int* step, int width, int columns, int launch, int n) {
     enter();
     const int64_t nbytes = int64_t(n) * width * sizeof(word_t);
-    if (!agreed(c, {0, launch, n, nbytes}, step[0])) return;
+    if (!agreed(c, {ALL_GATHER, launch, n, nbytes}, step[0])) return;
     for (int from = 0; from < RANKS; ++from) {
         const word_t* theirs = reinterpret_cast<const word_t*>(data_of(c, from, nbytes));
         for (int i = thread(); i < n * width; i += threads()) {
@@ -139,6 +132,6 @@ extern "C" __global__ void columns(const __grid_constant__ Carried c, word_t* ou
 extern "C" __global__ void first(const __grid_constant__ Carried c, int* x, const int* step, int launch, int n) {
     enter();
     const int64_t nbytes = int64_t(n) * 4;
-    if (!agreed(c, {3, launch, n, nbytes}, step[0])) return;
+    if (!agreed(c, {BROADCAST, launch, n, nbytes}, step[0])) return;
     for (int row = thread(); row < n; row += threads()) x[row] = reinterpret_cast<const int*>(data_of(c, 0, nbytes))[row];
 }

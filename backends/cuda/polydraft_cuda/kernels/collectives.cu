@@ -166,7 +166,7 @@ extern "C" __global__ void all_reduce(const __grid_constant__ Region r, act_t* x
     const int turn = count & 1;
     unsigned char* bytes = reinterpret_cast<unsigned char*>(x);
     push(r, bytes, s, turn);
-    if (!meet(r, {1, launch, n, nbytes}, step[0], count)) return;
+    if (!meet(r, {ALL_REDUCE, launch, n, nbytes}, step[0], count)) return;
     const int vectors = int(s.nbytes >> 4), elements = int(s.nbytes / sizeof(act_t));
     for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
         uint4 brought[RANKS], *own = reinterpret_cast<uint4*>(bytes + s.begin) + i;
@@ -248,7 +248,7 @@ norm_of_few(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
     load_gains(gains, weight, width);
     if (!EARLY) wait_for_previous();
     load_row(stream, x + first, width);
-    const Note note = {1, launch, n, int64_t(n) * width * int64_t(sizeof(act_t))};
+    const Note note = {ALL_REDUCE, launch, n, int64_t(n) * width * int64_t(sizeof(act_t))};
     const int now = __ldcg(step);
     uint32_t count;
     const bool alive = begin(r, count);
@@ -317,7 +317,7 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
         if (row + further >= n) break;
     }
     load_rows(stream, x, row, n, width);
-    if (!meet(r, {1, launch, n, n * row_bytes}, now, count)) return;
+    if (!meet(r, {ALL_REDUCE, launch, n, n * row_bytes}, now, count)) return;
     for (;;) {  // the last rows first, which are still there
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
@@ -348,13 +348,6 @@ norm_of_sum(const __grid_constant__ Region r, const act_t* y, act_t* x, const ac
 #endif
 
 #if defined(EACH_BYTES)
-#if EACH_BYTES == 16
-typedef uint4 word_t;
-#elif EACH_BYTES == 4
-typedef uint32_t word_t;
-#else
-typedef uint16_t word_t;
-#endif
 // out [rows, columns] := the ranks' x [rows, width] side by side, as far as there is room.
 extern "C" __global__ void all_gather(const __grid_constant__ Region r, const word_t* x, word_t* out, const int* step, int width, int columns, int launch, int n) {
     enter();
@@ -364,7 +357,7 @@ extern "C" __global__ void all_gather(const __grid_constant__ Region r, const wo
     if (!begin(r, count)) return;
     const int turn = count & 1;
     push(r, reinterpret_cast<const unsigned char*>(x), s, turn);
-    if (!meet(r, {0, launch, n, nbytes}, step[0], count)) return;
+    if (!meet(r, {ALL_GATHER, launch, n, nbytes}, step[0], count)) return;
     const int first = int(s.begin / sizeof(word_t)), elements = int(s.nbytes / sizeof(word_t));
     for (int from = 0; from < RANKS; ++from) {
         const word_t* theirs = reinterpret_cast<const word_t*>(stretch_of(r, r.rank, turn, from, blockIdx.x));
@@ -407,7 +400,7 @@ extern "C" __global__ void argmax_pair(const __grid_constant__ Region r, const f
                 if (of_rank != r.rank) reinterpret_cast<uint64_t*>(stretch_of(r, of_rank, turn, r.rank, blockIdx.x))[j] = top;
         }
     }
-    if (!meet(r, {2, launch, n, int64_t(n) * 8}, step[0], count)) return;
+    if (!meet(r, {ARGMAX_PAIR, launch, n, int64_t(n) * 8}, step[0], count)) return;
     for (int row = blockIdx.x + gridDim.x * threadIdx.x, j = threadIdx.x; row < n; row += gridDim.x * blockDim.x, j += blockDim.x) {
         uint64_t top = 0;
         for (int from = 0; from < RANKS; ++from) {
@@ -430,7 +423,7 @@ extern "C" __global__ void argmax_keys(const __grid_constant__ Region r, const u
     uint64_t best = mine == 0 || mine == BROKEN ? mine : mine - first;  // an id is kept as what it lacks
     for (int of = 0; of < RANKS; ++of)
         if (of != r.rank && row < n) reinterpret_cast<uint64_t*>(stretch_of(r, of, turn, r.rank, blockIdx.x))[threadIdx.x] = best;
-    if (!meet(r, {2, launch, n, int64_t(n) * 8}, step[0], count) || row >= n) return;
+    if (!meet(r, {ARGMAX_PAIR, launch, n, int64_t(n) * 8}, step[0], count) || row >= n) return;
     for (int from = 0; from < RANKS; ++from) {
         if (from == r.rank) continue;
         const uint64_t one = fetch(reinterpret_cast<const uint64_t*>(stretch_of(r, r.rank, turn, from, blockIdx.x)) + threadIdx.x);
@@ -448,7 +441,7 @@ extern "C" __global__ void broadcast(const __grid_constant__ Region r, int* x, c
     if (!begin(r, count)) return;
     const int turn = count & 1;
     if (r.rank == 0) push(r, reinterpret_cast<const unsigned char*>(x), s, turn);
-    if (!meet(r, {3, launch, n, nbytes}, step[0], count) || r.rank == 0) return;
+    if (!meet(r, {BROADCAST, launch, n, nbytes}, step[0], count) || r.rank == 0) return;
     const uint32_t* theirs = reinterpret_cast<const uint32_t*>(stretch_of(r, r.rank, turn, 0, blockIdx.x));
     for (int i = threadIdx.x; i < s.nbytes / 4; i += blockDim.x) x[s.begin / 4 + i] = int(fetch(theirs + i));
 }

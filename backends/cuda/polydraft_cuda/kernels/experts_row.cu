@@ -57,12 +57,7 @@ expert_row(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map,
         const int s = i % STAGES;
         barrier_wait(shared_address(&full[s]), i / STAGES & 1);
         const unsigned w = base + s * STAGE, x = w + W_BYTES;
-        accumulators_fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(sums, descriptor(x + k * 32), descriptor(w + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the stage before it ends
-        accumulators_fence(sums);
+        multiply_chunk<1>(sums, x, w);  // while the stage before it ends
         if (i > 0 && threadIdx.x == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));  // nobody waits for the last one
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");

@@ -178,12 +178,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             const int s = i % STAGES;
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
             const unsigned w = base + s * STAGE + (threadIdx.x >> 7) * 8192, x = base + s * STAGE + W_BYTES;
-            accumulators_fence(sums);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int k = 0; k < 4; k++) wgmma(sums, descriptor(w + k * 32), descriptor(x + k * 32));
-            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(AHEAD) : "memory");
-            accumulators_fence(sums);
+            multiply_chunk<AHEAD>(sums, w, x);
             if (!AHEAD) release(s);
             else if (i > from) release((i - 1) % STAGES);
         }

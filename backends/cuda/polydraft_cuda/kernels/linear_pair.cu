@@ -69,12 +69,7 @@ linear_pair(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         const int s = i % STAGES;
         barrier_wait(shared_address(&full[s]), i / STAGES & 1);
         const unsigned w = base + s * STAGE + group * W_BYTES, x = base + s * STAGE + 2 * W_BYTES + group * X_BYTES;
-        accumulators_fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(sums, descriptor(w + k * 32), descriptor(x + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-        accumulators_fence(sums);
+        multiply_chunk<0>(sums, w, x);
         if (thread == 0) barrier_arrive(shared_address(&empty[s]));
     }
 #pragma unroll

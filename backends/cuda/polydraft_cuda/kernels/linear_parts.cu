@@ -7,7 +7,7 @@
 // EIGHT: weights and rows are E4M3 with a scale of each output and of each row; sums of 128 inputs are added in float32 (as in linear_tile.cu),
 // of 128 rows at a time, so that registers last.
 //
-// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 192, 256; with EIGHT 128, 256), WHOLE (whole tiles of a block), SPLIT (blocks
+// Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 192; with EIGHT 128, 256), WHOLE (whole tiles of a block), SPLIT (blocks
 // of a tile that is left: 2, 3, 4), STAGES (chunks in flight), BIAS, GATED (as in linear_tile.cu, without BIAS), EIGHT. Inputs are a multiple of 64, of
 // 128 with EIGHT; outputs are one of 8, of 16 with GATED.
 #include "tensor.cuh"
@@ -170,12 +170,7 @@ linear_parts(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
                 for (int j = 0; j < WIDTH / 2; j++) sums[first / 2 + j] += chunk[j];
             }
 #else
-            accumulators_fence(sums);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int k = 0; k < 4; k++) wgmma(sums, descriptor(w + k * 32), descriptor(x + k * 32));
-            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the chunk before it ends
-            accumulators_fence(sums);
+            multiply_chunk<1>(sums, w, x);  // while the chunk before it ends
             if (i > from) release((i - 1) % STAGES);
 #endif
         }

@@ -1,17 +1,17 @@
-// out[n, O] = x[n, I] @ w[O, I].T for many rows, or silu(gate) * up of such a product (sm_90a).
+// out[n, O / 2] = silu(gate) * up of x[n, I] @ w[O, I].T for many rows (sm_90a), rows of gate and up in turn as in linear_tile.cu.
 //
 // Two blocks next to each other have 256 rows of x and the same 256 outputs: 128 rows each, half of the outputs' weights brought by either for
 // both. Two warp groups multiply 64 rows each by all of these outputs, a third warp fetches ahead, over the borders of tiles. Clusters take
 // tiles in turn, in bands of BANDS times 256 rows, so that what runs at once reads few rows and few weights, which stay in the second cache.
 //
-// Defines: ACT (1 bf16, 2 f16), GATED (as in linear_tile.cu), STAGES (in flight), BANDS. I is a multiple of 64, O of 16.
+// Defines: ACT (1 bf16, 2 f16), STAGES (in flight), BANDS. I is a multiple of 64, O of 16.
 #define WIDTH 256
 #include "tensor.cuh"
 #include "wgmma.cuh"
 #include "boxes.cuh"
 
 constexpr int BAND = 256, X_BYTES = 128 * 128, W_BYTES = WIDTH * 128, STAGE = X_BYTES + W_BYTES, CONSUMERS = 256;
-constexpr int OWN = GATED ? WIDTH / 2 : WIDTH, PART = 64, PITCH = PART + 8;  // outputs of a tile; those that a warp stores at once
+constexpr int OWN = WIDTH / 2, PART = 64, PITCH = PART + 8;  // outputs of a tile; those that a warp stores at once
 
 // The same box as `load_pairs`, for both blocks.
 __device__ __forceinline__ void load_shared_pairs(unsigned target, const Map* map, int column, int row, unsigned barrier) {
@@ -55,8 +55,7 @@ linear_prompt(const __grid_constant__ Map w_map, const __grid_constant__ Map x_m
                     if (i >= STAGES) barrier_wait(shared_address(&empty[s]), (i / STAGES - 1) & 1);
                     barrier_expect(f, STAGE);
                     load_box(x, &x_map, chunk * 64, tile.band * BAND + rank * 128, f);
-                    if (GATED) load_shared_pairs(w, &w_map, chunk * 64, tile.column * WIDTH + rank * (WIDTH / 2), f);
-                    else load_shared_box(w, &w_map, chunk * 64, tile.column * WIDTH + rank * (WIDTH / 2), f, 3);
+                    load_shared_pairs(w, &w_map, chunk * 64, tile.column * WIDTH + rank * (WIDTH / 2), f);
                 }
             }
         __syncwarp();
@@ -66,7 +65,7 @@ linear_prompt(const __grid_constant__ Map w_map, const __grid_constant__ Map x_m
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     cluster_wait();
     wait_for_previous();
-    const int group = threadIdx.x >> 7, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, width = GATED ? outputs / 2 : outputs;
+    const int group = threadIdx.x >> 7, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, width = outputs / 2;
     act_t* stage = (act_t*)(raw + (base - shared_address(raw)) + STAGES * STAGE) + (threadIdx.x >> 5) * 16 * PITCH;
     auto release = [&](int s) {
         if ((threadIdx.x & 127) < 2) barrier_arrive_at(shared_address(&empty[s]), threadIdx.x & 127);
@@ -80,12 +79,7 @@ linear_prompt(const __grid_constant__ Map w_map, const __grid_constant__ Map x_m
             const int s = i % STAGES;
             const unsigned x = base + s * STAGE + group * (X_BYTES / 2), w = base + s * STAGE + X_BYTES;
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
-            accumulators_fence(sums);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int k = 0; k < 4; k++) wgmma(sums, descriptor(x + k * 32), descriptor(w + k * 32));
-            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the stage before it ends
-            accumulators_fence(sums);
+            multiply_chunk<1>(sums, x, w);  // while the stage before it ends
             if (chunk > 0) release((i - 1) % STAGES);
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -98,13 +92,8 @@ linear_prompt(const __grid_constant__ Map w_map, const __grid_constant__ Map x_m
             const int column = tile.column * OWN + part * PART;
 #pragma unroll
             for (int j = 0; j < PART / 8; j++) {
-#if GATED
                 const float *a = sums + (part * 8 + j) * 8, *b = a + 4;
                 const unsigned near = pack(gated(a[0], b[0]), gated(a[1], b[1])), far = pack(gated(a[2], b[2]), gated(a[3], b[3]));
-#else
-                const float* a = sums + (part * 8 + j) * 4;
-                const unsigned near = pack(a[0], a[1]), far = pack(a[2], a[3]);
-#endif
                 *(unsigned*)(stage + g * PITCH + j * 8 + t * 2) = near;
                 *(unsigned*)(stage + (g + 8) * PITCH + j * 8 + t * 2) = far;
             }

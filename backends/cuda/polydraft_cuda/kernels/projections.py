@@ -299,7 +299,7 @@ def prompt(device: CudaDevice, a: Any, gated: Any) -> Launch:
     """`linear_prompt` for any number of rows, of gate and up: silu(gate) * up goes to `gated`."""
     outputs, inputs = a.weight.shape
     function = device.function(
-        source("linear_prompt.cu"), "linear_prompt", arch_features="a", GATED=1, STAGES=PROMPT_STAGES, BANDS=PROMPT_BANDS,
+        source("linear_prompt.cu"), "linear_prompt", arch_features="a", STAGES=PROMPT_STAGES, BANDS=PROMPT_BANDS,
         **act(a.x.dtype),
     )  # fmt: skip
     threads, shared = 3 * 128, PROMPT_STAGES * 3 * 128 * 128 + 8 * 16 * 72 * 2 + 1024

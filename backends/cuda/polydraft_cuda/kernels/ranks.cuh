@@ -1,12 +1,14 @@
 // What ranks compare of what they came for, and how they add, whoever carries it between them.
 //
-// Defines: RANKS; ACT for sums.
+// Defines: RANKS; ACT for sums, EACH_BYTES (16, 4, 2) for gathers.
 #pragma once
 #include "norms.cuh"
 
 #ifndef RANKS
 #define RANKS 1
 #endif
+
+enum { ALL_GATHER, ALL_REDUCE, ARGMAX_PAIR, BROADCAST };  // `KINDS` of core's exchange
 
 // What a rank came for. Ranks compare it.
 struct Note {
@@ -43,4 +45,14 @@ __device__ __forceinline__ Vector sum_of(const uint4 (&brought)[RANKS]) {
     }
     return sum;
 }
+#endif
+
+#if defined(EACH_BYTES)  // that are gathered at once
+#if EACH_BYTES == 16
+typedef uint4 word_t;
+#elif EACH_BYTES == 4
+typedef uint32_t word_t;
+#else
+typedef uint16_t word_t;
+#endif
 #endif

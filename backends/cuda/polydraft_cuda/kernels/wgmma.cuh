@@ -133,3 +133,22 @@ __device__ __forceinline__ void wgmma(float (&r)[WIDTH / 2], const unsigned* a, 
         : "memory");
 }
 #endif
+
+// K-major operand in 128-byte swizzled rows, groups of 8 rows 1024 bytes apart.
+__device__ __forceinline__ uint64_t descriptor(unsigned address) {
+    return (uint64_t)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Those since `products_begin` are one group; no more than AHEAD groups are still under way behind it.
+template <int AHEAD>
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(AHEAD) : "memory"); }
+// sums += a b.T over a chunk of 64 inputs, both operands in shared memory; as `products_end`.
+template <int AHEAD>
+__device__ __forceinline__ void multiply_chunk(float (&sums)[WIDTH / 2], unsigned a, unsigned b) {
+    accumulators_fence(sums);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++) wgmma(sums, descriptor(a + k * 32), descriptor(b + k * 32));
+    products_end<AHEAD>();
+    accumulators_fence(sums);
+}

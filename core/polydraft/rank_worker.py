@@ -1,7 +1,8 @@
 """The process of a rank beside rank 0: `python -m polydraft.rank_worker`, which the engine of rank 0 starts.
 
 Its standard input brings the record that says what to build, behind its length, and is then the pipe of `ProcessInbox`, by which
-the plans of rank 0 arrive. It ends when there are no more, when rank 0 has gone, or when any rank fails.
+the plans of rank 0 arrive. It ends when there are no more, when rank 0 has gone, or when a launch
+finds that some rank has failed.
 """
 
 from __future__ import annotations

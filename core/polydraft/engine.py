@@ -719,6 +719,7 @@ class Engine:
         self._in_flight.clear()
         if self._followers is not None:  # the others may be in another step, or have ended
             self.failure = self._followers.abandon(why or "rank 0 was interrupted")
+            why = why and self.failure  # a kernel that did not hear of the end of a rank says "ask again"
         self.runner.reset()
         if self.draft_state is not None:
             self.draft_state.forget()

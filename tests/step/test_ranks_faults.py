@@ -235,6 +235,20 @@ def test_an_error_of_rank_0_ends_all():
         threading.current_thread().name = name
 
 
+def test_requests_are_told_what_ends_the_ranks_and_not_to_ask_again(monkeypatch: pytest.MonkeyPatch):
+    """A kernel may fail before anybody was seen to end; what it says is true of one device."""
+    with split("narrow", 2) as running:
+
+        def fail(_: object) -> None:
+            raise DeviceError("kernel all_gather failed, ask again")
+
+        monkeypatch.setattr(running.runner, "launch", fail)
+        (output,) = run(running, 1)
+        assert (
+            output.error == running.failure == "kernel all_gather failed, ask again; every rank ends here, start the engine again"
+        )
+
+
 def test_ranks_end_with_their_engine_closed_or_not():
     for close in (True, False):
         with soon():

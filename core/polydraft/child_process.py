@@ -40,7 +40,7 @@ def executing(source: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", PATH + source, os.pathsep.join(sys.path), *arguments]
 
 
-def write_message(pipe: IO[bytes], *parts: bytes | memoryview) -> None:
+def write_message(pipe: IO[bytes] | RawIOBase, *parts: bytes | memoryview) -> None:
     """Write these bytes as one message, which `read_message` reads at the other end: behind its length."""
     pipe.write(sum(map(len, parts)).to_bytes(8, "little"))
     pipe.writelines(parts)

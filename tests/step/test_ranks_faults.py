@@ -275,7 +275,7 @@ def test_a_process_that_dies_or_stops_is_named(fatal: signal.Signals):
         os.kill(process, fatal)
         words = {
             signal.SIGKILL: (f"rank 1 (process {process}) ended: SIGKILL, Killed; its last was collective",),
-            signal.SIGSTOP: ("rank 1 did not come to collective", "its last was collective"),
+            signal.SIGSTOP: (f"rank 1 (process {process}) was stopped and did not go on within 1 s; its last was collective",),
         }[fatal]
         try:
             ended(running, *words)

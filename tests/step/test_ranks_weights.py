@@ -373,10 +373,10 @@ def test_a_message_that_is_sent_in_part_ends_the_engine():
         assert running._followers is not None
         (channel,) = running._followers._channels
         assert isinstance(channel, ProcessChannel)
-        pipe, channel._process.stdin = channel._process.stdin, Broken(channel._process.stdin)  # type: ignore[assignment]
+        pipe, channel._pipe = channel._pipe, Broken(channel._pipe)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             running.update_weights(source(MODEL, "arrays"))
-        channel._process.stdin = pipe
+        channel._pipe = pipe
         while running.has_work:
             running.step()
         (output,) = running.poll()

@@ -6,13 +6,14 @@ import math
 import os
 import queue
 import random
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,14 @@ import numpy as np
 import pytest
 
 from polydraft import child_process
+from polydraft.errors import DeviceError
 from polydraft.host import followers
 from polydraft.host.followers import END, ProcessChannel, ProcessInbox, follow
 from polydraft.program.columns import NOTHING
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange
+from polydraft.ranks.exchange import Waiting
 from polydraft.ranks.mailbox import NBYTES, PLACES, ROOM, Mailbox
 
 
@@ -169,18 +172,79 @@ def test_one_that_is_woken_late_sleeps_on(ends: Ends, monkeypatch: pytest.Monkey
     assert looks < 20
 
 
+SWALLOWS = "import sys; sys.stdin.buffer.read()"
+SLEEPS = "import time; time.sleep(60)"
+
+
+@contextmanager
+def channel_to(script: str, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> Iterator[tuple[ProcessChannel, Exchange]]:
+    """A channel to a process that runs a script, and what that sees of where ranks meet."""
+    monkeypatch.setattr(followers, "running", lambda _: [sys.executable, "-c", script])
+    monkeypatch.setattr(followers, "ENDING_S", 1.0)
+    first, other = Exchange.of_threads(2, 64, patience_s)
+    with tempfile.TemporaryFile() as memory:
+        made = ProcessChannel(1, first, {}, memory.fileno())
+    yield made, other
+    monkeypatch.undo()
+    made._ending = True
+    made._process.kill()
+    made.join()
+
+
 @contextmanager
 def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessChannel, Exchange, list[bytes]]]:
     """A channel to a process that swallows all; what is written into its pipe behind the first message, as a list that grows."""
-    monkeypatch.setattr(followers, "running", lambda _: [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"])
-    first, other = Exchange.of_threads(2, 64)
-    with tempfile.TemporaryFile() as memory:
-        made, written = ProcessChannel(1, first, {}, memory.fileno()), list[bytes]()
-    monkeypatch.setattr(followers, "write_message", lambda _, *parts: written.append(b"".join(parts)))
-    yield made, other, written
-    monkeypatch.undo()
-    made._ending = True
-    made.join()
+    with channel_to(SWALLOWS, monkeypatch, 10.0) as (made, other):
+        written = list[bytes]()
+        monkeypatch.setattr(followers, "write_message", lambda _, *parts: written.append(b"".join(parts)))
+        yield made, other, written
+
+
+@pytest.mark.parametrize("data", [(), (bytes(1 << 20),)], ids=["in the mailbox", "in the pipe"])
+def test_nobody_waits_for_ever_for_a_rank_that_takes_nothing(data: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch):
+    """Nor to tell it that there is no more."""
+    with channel_to(SLEEPS, monkeypatch, 0.3) as (sending, exchange):
+        for _ in range(PLACES * (not data)):
+            sending.send(b"message")
+        begin = time.monotonic()
+        wanted = "rank 1 did not take what it was sent within 0.3 s; every rank ends here"
+        for _ in range(2):
+            with pytest.raises(DeviceError, match=wanted):
+                sending.send(b"one more", *data)
+        assert exchange.failure.startswith("rank 1 did not take")
+        with suppress(DeviceError):
+            sending.send(END)
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="this system does not say that a process was stopped")
+def test_a_process_that_is_stopped_is_named_once_it_does_not_go_on(monkeypatch: pytest.MonkeyPatch):
+    """Where nobody waits for it in a step, too."""
+    with channel_to(SLEEPS, monkeypatch, 2.0) as (sending, exchange):
+        process = sending._process.pid
+        for _ in range(4):
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.1)
+        assert exchange.failure == ""
+        os.kill(process, signal.SIGSTOP)
+        begin = time.monotonic()
+        while not exchange.failure:
+            assert time.monotonic() - begin < 20
+            time.sleep(0.01)
+        assert sending._process.wait(20) == -signal.SIGKILL, "nobody has to wait for it"
+        assert exchange.failure.startswith(
+            f"rank 1 (process {process}) was stopped and did not go on within 2 s; every rank ends"
+        )
+
+
+def test_time_in_which_all_are_stopped_is_no_waiting(monkeypatch: pytest.MonkeyPatch):
+    """As by Ctrl-Z."""
+    clock = iter([0.0, 0.1, 0.2, 1000.0, 1000.1])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    waiting = Waiting()
+    assert [round(waiting.seconds(), 6) for _ in range(4)] == [0.1, 0.2, 0.4, 0.5]
 
 
 def test_a_plan_is_written_into_a_pipe_for_nobody_who_looks(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
+import select
 import struct
 import subprocess
 import tempfile
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final, Protocol
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange, Group
+from polydraft.ranks.exchange import Waiting
 from polydraft.ranks.mailbox import ROOM
 from polydraft.step.runner import InFlightStep, Runner
 
@@ -352,12 +355,38 @@ class ProcessInbox:
         self._exchange.close()
 
 
+class PatientPipe(RawIOBase):
+    """A pipe that is written to, for as long as somebody reads at its other end."""
+
+    def __init__(self, pipe: IO[bytes], bear: Callable[[Waiting], None]) -> None:
+        """`pipe` has no buffer. `bear` is called while nothing is read, and raises what ends the waiting."""
+        os.set_blocking(pipe.fileno(), False)
+        self._pipe, self._bear, self._room = pipe, bear, select.poll()
+        self._room.register(pipe, select.POLLOUT)
+
+    def write(self, data: Any) -> int:
+        """Write all of it. Raises as `bear`."""
+        left, waiting = memoryview(data).cast("B"), Waiting()
+        while left:
+            count: int | None = self._pipe.write(left)
+            if count is None:
+                self._bear(waiting)
+                self._room.poll(1000 * NAP_S)
+            else:
+                left, waiting = left[count:], Waiting()
+        return len(data)
+
+
 class ProcessChannel:
     """A rank that is a process. A thread watches it: one that ends before it should is a failure of all ranks."""
 
     def __init__(self, rank: int, exchange: Exchange, start: Mapping[str, Any], memory: int) -> None:
         self._rank, self._exchange, self._ending, self._box = rank, exchange, False, exchange.mailbox(rank)
-        self._process = subprocess.Popen(running(WORKER), stdin=subprocess.PIPE, pass_fds=(memory,))  # noqa: S603  this interpreter
+        self._process = subprocess.Popen(  # noqa: S603  this interpreter
+            running(WORKER), stdin=subprocess.PIPE, bufsize=0, pass_fds=(memory,)
+        )
+        assert self._process.stdin is not None, "it was asked for"
+        self._pipe = PatientPipe(self._process.stdin, self._bear)
         self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
@@ -372,19 +401,21 @@ class ProcessChannel:
         if data or len(message) > ROOM:
             self._write(message, *data)
             message = _BY_PIPE
+        waiting = Waiting()
         while not self._box.put(message):
-            self._exchange.raise_failure()
+            self._bear(waiting)
             time.sleep(EAGER_S)
         if self._box.asleep:
             self._write(_WAKE)
 
+    def _bear(self, waiting: Waiting) -> None:
+        self._exchange.bear(waiting, self._rank, "did not take what it was sent")
+
     def _write(self, *message: bytes | memoryview) -> None:
         """Write it into the pipe, behind its length."""
-        pipe = self._process.stdin
-        assert pipe is not None, "it was asked for"
         try:
             with self._lock:
-                write_message(pipe, *message)
+                write_message(self._pipe, *message)
         except (OSError, ValueError):  # it has ended, or is about to be waited for
             if not self._ending:
                 self._watcher.join(SAYING_S)  # it knows better why
@@ -410,11 +441,30 @@ class ProcessChannel:
         self._watcher.join()
 
     def _watch(self) -> None:
+        try:
+            if hasattr(os, "waitid"):
+                self._watch_for_stops(self._process.pid)
+        except ChildProcessError:
+            pass
+        except DeviceError:  # it would not end by itself
+            self._process.kill()
         status = self._process.wait()
         if not self._ending:
             how, last = ending(status), self._exchange.last_clause(self._rank)
             with suppress(DeviceError):
                 self._exchange.fail(f"rank {self._rank} (process {self._process.pid}) ended: {how}{last}")
+
+    def _watch_for_stops(self, process: int) -> None:
+        """Until it ends. The system says when it is stopped, also while others wait for it as long as it takes. Raises
+        `DeviceError` where it does not go on soon, and `ChildProcessError` where somebody else has taken its end."""
+        look, now = os.WNOWAIT, os.WNOHANG
+        while (change := os.waitid(os.P_PID, process, os.WEXITED | os.WSTOPPED | look)) and change.si_code == os.CLD_STOPPED:
+            waiting = Waiting()
+            os.waitid(os.P_PID, process, os.WSTOPPED | now)
+            while os.waitid(os.P_PID, process, os.WEXITED | os.WCONTINUED | now | look) is None:
+                self._exchange.bear(waiting, self._rank, f"(process {process}) was stopped and did not go on")
+                time.sleep(NAP_S)
+            os.waitid(os.P_PID, process, os.WCONTINUED | now)
 
 
 def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[str, Any]) -> Followers:

@@ -41,6 +41,8 @@ PATIENCE_S: Final = 10.0
 _EAGER: Final = 200
 """Looks at the others before a waiting rank begins to sleep between them."""
 _NAP_S: Final = 5e-5
+_GAP_S: Final = 0.2
+"""Seconds between two looks that count as such; what is longer was no waiting."""
 _LINE, _TEXT, _WORDS = 8, 1024, 6
 """Words of a cache line; bytes of a sentence; words of a note."""
 _CLOSED: Final = -1
@@ -63,6 +65,20 @@ class Note(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} (launch {self.launch} of step {self.step}, {self.n} rows, {self.nbytes} bytes)"
+
+
+class Waiting:
+    """How long somebody waits, without the time in which its own process was stopped (Ctrl-Z), as those of all ranks are then."""
+
+    def __init__(self) -> None:
+        self._seconds, self._looked = 0.0, time.monotonic()
+
+    def seconds(self) -> float:
+        """Until now. It is asked again and again."""
+        now = time.monotonic()
+        self._seconds += min(now - self._looked, _GAP_S)
+        self._looked = now
+        return self._seconds
 
 
 class Exchange:
@@ -184,12 +200,12 @@ class Exchange:
 
     def _await_all(self, note: Note, patience_s: float, suspect: int) -> None:
         """Of several that do not come the `suspect` is named, else the first: the others may still wait for that one."""
-        begin, looks = time.monotonic(), 0
+        waiting, looks = Waiting(), 0
         while (self._arrived < self._count).any():
             self.raise_failure()
             looks += 1
             time.sleep(0 if looks < _EAGER else _NAP_S)
-            if time.monotonic() - begin > patience_s:
+            if waiting.seconds() > patience_s:
                 came = self._arrived >= self._count
                 late = int(np.argmin(came)) if came[suspect] else suspect
                 counted = self._count <= _JUDGED
@@ -217,6 +233,13 @@ class Exchange:
         count = int(self._arrived[rank])
         note = self._note(rank, count % 2)
         return f"; its last was collective {count}, {note}" if 0 < count <= _JUDGED and note.kind != "start" else ""
+
+    def bear(self, waiting: Waiting, rank: int, what: str) -> None:
+        """Between two looks at whether a rank has done something: raises `DeviceError`, on every rank, where one has failed, or
+        this one has waited for too long. `what`: what the other one did not do."""
+        self.raise_failure()
+        if waiting.seconds() > self.patience_s:
+            self.fail(f"rank {rank} {what} within {self.patience_s:g} s{self.last_clause(rank)}")
 
     def mailbox(self, rank: int) -> Mailbox:
         """The one of messages to that rank."""

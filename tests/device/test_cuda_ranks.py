@@ -8,11 +8,14 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +175,114 @@ def test_a_communicator_whose_launches_go_on_is_not_aborted():
     closing.set()
     watcher.join(5)
     assert aborted.is_set()
+
+
+class Binding:
+    """Stands for NVIDIA's: ranks of this process meet once all have come, where that is to happen."""
+
+    class NCCLError(Exception):
+        """As its own."""
+
+    UniqueId = SimpleNamespace(from_buffer=bytes)
+
+    def __init__(self, size: int) -> None:
+        self.all_here, self.aborted = threading.Barrier(size), list[int]()
+
+    def get_unique_id(self) -> bytes:
+        return bytes(range(nccl.ID_BYTES))
+
+    def comm_init_rank(self, size: int, told: bytes, rank: int) -> int:
+        assert told == self.get_unique_id()
+        try:
+            self.all_here.wait(20)
+        except threading.BrokenBarrierError:
+            raise self.NCCLError("remote process exited") from None
+        return 100 + rank
+
+    def all_gather(self, *arguments: Any) -> None:
+        assert arguments[4] >= 100
+
+    def comm_abort(self, communicator: int) -> None:
+        self.aborted.append(communicator)
+
+
+def communicators(binding: Binding, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> tuple[list[Any], list[Any]]:
+    """Those of all ranks, over devices that do nothing; rank 0 waits for NCCL for a second."""
+    monkeypatch.setattr(nccl, "library", lambda: binding)
+    monkeypatch.setattr(nccl, "FIND", 0.5)
+    exchanges = Exchange.of_threads(size, nccl.ID_BYTES, math.inf)
+    exchanges[0].patience_s = 2.0
+    devices = [
+        SimpleNamespace(
+            spec=f"cuda:{rank}", held=[], at_close=[], counters=SimpleNamespace(launches=0), stream=SimpleNamespace(address=7),
+            make_current=lambda: None, synchronize=lambda: None,
+            staging=lambda *_: SimpleNamespace(array=np.zeros((2, 64), np.uint8), pointer=0),
+            empty=lambda *_: SimpleNamespace(pointer=1), zeros=lambda *_: SimpleNamespace(pointer=2),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    made: list[Any] = [
+        nccl.Communicator(device, Group(rank, size, exchange))  # type: ignore[arg-type]
+        for rank, (device, exchange) in enumerate(zip(devices, exchanges, strict=True))
+    ]
+    for one in made:
+        one.region()
+    return made, devices
+
+
+def test_ranks_that_nccl_brings_together_go_on(monkeypatch: pytest.MonkeyPatch):
+    binding = Binding(2)
+    made, devices = communicators(binding, monkeypatch)
+    for found in collective_checks.together([partial(one.come, 64) for one in made]):
+        assert not isinstance(found, Exception), found
+    assert [one._group.exchange.patience_s for one in made] == [2.0, math.inf]
+    assert [device.counters.launches for device in devices] == [2, 2]
+    for device in devices:
+        for end in reversed(device.at_close):
+            end()
+    assert sorted(binding.aborted) == [100, 101]
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("its host", r"rank 2 did not come to start \(ranks wait for each other\), within 1 s"),
+        ("its thread", r"NCCL did not bring the ranks together \(NCCL_DEBUG=INFO says .*\) within 1 s"),
+        ("its process", "rank 2 .process 4711. ended: SIGKILL"),
+        ("its network", r"rank 2 on cuda:2 cannot meet the others over NCCL \(no network\)"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_nccl_is_named(missing: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    """On all ranks, within seconds. Where it comes late there is nobody any more."""
+    binding = Binding(3)
+    (*others, late), _ = communicators(binding, monkeypatch, 3)
+
+    def absent() -> None:
+        if missing == "its thread":
+            late._join = lambda told, met: None
+            late.come(64)
+        elif missing == "its network":
+            late._join = lambda told, met: met.set_exception(binding.NCCLError("no network"))
+            try:
+                late.come(64)
+            except DeviceError as error:
+                late._group.exchange.fail(str(error))
+        else:
+            late._group.exchange.share(np.zeros(nccl.ID_BYTES, np.uint8))
+            if missing == "its process":
+                late._group.exchange.fail("rank 2 (process 4711) ended: SIGKILL, Killed")
+
+    begin = time.monotonic()
+    found = collective_checks.together([*(partial(one.come, 64) for one in others), absent])
+    assert time.monotonic() - begin < 10
+    for one in found[:2]:
+        assert isinstance(one, DeviceError), one
+        assert re.search(words, str(one))
+    assert not binding.aborted
+    binding.all_here.wait(20)
+    while len(binding.aborted) < 2:
+        time.sleep(0.01)
+    assert sorted(binding.aborted) == [100, 101]
 
 
 def test_a_stretch_holds_what_a_block_brings():
@@ -439,6 +550,47 @@ def test_ranks_choose_the_highest_logit_of_all_by_what_their_heads_keep(size: in
         assert not isinstance(found, Exception), found
         for n, tokens in zip((1, 8, 64, 100, 200, most), found, strict=True):
             np.testing.assert_array_equal(tokens[:n], wanted[:n])
+
+
+ALONE = """
+import math
+import threading
+
+import numpy as np
+
+import polydraft_cuda
+from polydraft.backend import DeviceOptions
+from polydraft.errors import DeviceError
+from polydraft.ranks import Exchange, Group
+from polydraft_cuda.nccl import ID_BYTES, Communicator
+
+def find(*exchanges):
+    device = polydraft_cuda.polydraft_open_device("cuda:0", DeviceOptions())
+    place = Communicator(device, Group(0, len(exchanges), exchanges[0]))
+    place.region()
+    try:
+        place.come(64)
+        place.gather(device.stream, 64)
+        device.synchronize()
+        print("together")
+    except DeviceError as error:
+        print(error)
+    device.close()
+
+first, other = Exchange.of_threads(2, 1 << 20, 0.5)
+other.patience_s = math.inf
+threading.Thread(target=other.share, args=(np.zeros(ID_BYTES, np.uint8),)).start()
+find(first, other)
+find(*Exchange.of_threads(1, 1 << 20))
+"""
+
+
+@on_a_gpu
+@over_nccl
+def test_a_rank_that_nobody_comes_to_over_nccl_says_so_and_its_process_goes_on():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100, check=False)
+    said = "rank 1 did not come to start (ranks wait for each other), within 3 s; every rank ends here, start the engine again"
+    assert (done.returncode, done.stdout) == (0, f"{said}\ntogether\n"), done.stderr
 
 
 # -- on two -------------------------------------------------------------------------------------------

@@ -4,6 +4,10 @@ NCCL carries bytes, in one call, `ncclAllGather`; kernels of ours lay them down 
 gather that waits in vain has no patience of its own: a thread looks at how far this rank's launches have come, and aborts the
 communicator where they wait for too long, or the ranks have failed. The engine, which waits for the device, then finds out who is
 missing (`polydraft.ranks.Exchange.judge`).
+
+Nor has a call in which the host waits for other ranks to be found. A thread makes these, and is left behind where it waits in
+vain: a communicator must not be aborted while a call of it runs. With NCCL's own remedy, communicators that do not block, each
+gather would be launched by a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from itertools import permutations
 from typing import Any, Final
@@ -22,7 +27,7 @@ import numpy as np
 
 from polydraft.device import Array, Stream
 from polydraft.errors import DeviceError
-from polydraft.ranks import Exchange, Group
+from polydraft.ranks import Exchange, Group, Note
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.ranks import LOOK_S, Place, judge
 
@@ -33,6 +38,9 @@ OWN_BYTES: Final = 1 << 30
 ID_BYTES: Final = 128
 _UINT8: Final = 1
 """ncclUint8."""
+FIND: Final = 6
+"""Times as long as for a launch ranks wait to be found: NCCL then reads its kernels, from a disk that may be slow."""
+VAIN: Final = "NCCL did not bring the ranks together (NCCL_DEBUG=INFO says what it waits for)"
 JOIN_S: Final = 10.0
 """Seconds that closing a device waits for NCCL to end."""
 UNORDERED: Final = "sums over NCCL were not run over four ranks, where their order shows"
@@ -118,23 +126,65 @@ class Communicator(Place):
         return kind(memory.pointer, count.pointer, *pointers, self.rank)
 
     def _find(self) -> None:
-        device, nccl, exchange = self.device, self._nccl, self._group.exchange
-        mine = bytes(nccl.get_unique_id()) if self.rank == 0 else bytes(ID_BYTES)
+        device, exchange = self.device, self._group.exchange
+        mine = bytes(self._nccl.get_unique_id()) if self.rank == 0 else bytes(ID_BYTES)
         told = exchange.share(np.frombuffer(mine, np.uint8))[0]
-        device.make_current()
+        usual = exchange.patience_s
+        exchange.patience_s = FIND * usual
         try:
-            self._communicator = nccl.comm_init_rank(self.size, nccl.UniqueId.from_buffer(told.tobytes()), self.rank)
-        except nccl.NCCLError as error:
-            raise DeviceError(f"rank {self.rank} on {device.spec} cannot meet the others over NCCL ({error})") from error
+            self._meet(told.tobytes())
+            self._came[:2] = 1, 0  # for the one who watches: what `_join` has enqueued is waited for
+            self._have_watched()
+            device.synchronize()
+            self._came[:2] = 0
+        finally:
+            exchange.patience_s = usual
+
+    def _meet(self, told: bytes) -> None:
+        """Wait until NCCL has found all ranks. Raises `DeviceError` where one does not come."""
+        exchange, met = self._group.exchange, futures.Future[None]()
+        threading.Thread(target=self._join, args=(told, met), name=f"rank {self.rank} meets", daemon=True).start()
+        begin = time.monotonic()
+        while not futures.wait([met], LOOK_S).done:
+            late = time.monotonic() - begin > exchange.patience_s
+            if (exchange.failure or exchange.judging or late) and met.cancel():
+                exchange.judge(Note("start", 0, 0, 0, 0), (self.rank + 1) % self.size, VAIN)
+        try:
+            met.result()
+        except self._nccl.NCCLError as error:
+            raise DeviceError(f"rank {self.rank} on {self.device.spec} cannot meet the others over NCCL ({error})") from error
+
+    def _join(self, told: bytes, met: futures.Future[None]) -> None:
+        """Make the communicator and use it, since NCCL connects when it is first used. Nobody may want it any more then."""
+        device, nccl = self.device, self._nccl
+        failure: BaseException | None = None
+        try:
+            device.make_current()
+            self._communicator = nccl.comm_init_rank(self.size, nccl.UniqueId.from_buffer(told), self.rank)
+            for nbytes in (16, self._group.exchange.capacity):
+                if not met.cancelled():
+                    self.gather(device.stream, nbytes)
+        except BaseException as error:  # noqa: BLE001  raised by `_meet`
+            failure = error
+        wanted = met.set_running_or_notify_cancel()
+        if wanted and failure is None:
+            met.set_result(None)
+            return
+        if wanted:
+            met.set_exception(failure)
+        if self._communicator is not None:
+            with suppress(Exception):  # it is given up
+                nccl.comm_abort(self._communicator)
+
+    def _have_watched(self) -> None:
+        """Have the communicator watched, and aborted when the device is closed at the latest."""
+        device, exchange = self.device, self._group.exchange
         watched = exchange, self._came, self._fault, (self.rank + 1) % self.size, self._closing, self._ended
-        end = functools.partial(nccl.comm_abort, self._communicator)
+        end = functools.partial(self._nccl.comm_abort, self._communicator)
         watcher = threading.Thread(target=_watch, args=(*watched, end), name=f"rank {self.rank} watches", daemon=True)
         watcher.start()
         device.at_close += [functools.partial(watcher.join, JOIN_S), self._closing.set]  # the last one first
         device.after_wait = functools.partial(judge, self._group, self._fault)  # the device is not to keep the place
-        for nbytes in (16, exchange.capacity):  # NCCL connects when it is first used
-            self.gather(device.stream, nbytes)
-        device.synchronize()
 
 
 def _watch(

@@ -64,6 +64,8 @@ class Note(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
+        if self.kind == "start":
+            return "start (ranks wait for each other)"
         return f"{self.kind} (launch {self.launch} of step {self.step}, {self.n} rows, {self.nbytes} bytes)"
 
 
@@ -148,16 +150,18 @@ class Exchange:
         """Bring something that building needs, and return copies of what each rank has brought. Raises as `swap` does."""
         return [one.copy() for one in self.swap(Note("start", 0, 0, 0, mine.nbytes), mine)]
 
-    def judge(self, note: Note, late: int) -> None:
+    def judge(self, note: Note, late: int, vain: str = "") -> None:
         """Launches of this rank's device, which meet without the host, have given up in `note`, waiting for rank `late`: find
-        out, with the hosts of all ranks that did, who came for something else or not at all. Whose patience has no end leaves it
-        to the others to lose theirs. Raises `DeviceError`, always, and the same one on all that met."""
+        out, with the hosts of all ranks that did, who came for something else or not at all. `vain`: what is said where all hosts
+        come, "": that `late` did not. Whose patience has no end leaves it to the others to lose theirs. Raises `DeviceError`,
+        always, and the same one on all that met."""
         self.raise_failure()
         self._count = _JUDGED
         mine = np.array([late, self.patience_s], np.float64)
         found = self._swap(note, mine, math.inf if math.isinf(self.patience_s) else min(self.patience_s, _JUDGES_S), late)
         late, patience_s = int(found[0][0]), min(patience_s for _, patience_s in found)
-        self.fail(f"rank {late} did not come to {note}{'' if math.isinf(patience_s) else f' within {patience_s:g} s'}")
+        within = "" if math.isinf(patience_s) else f" within {patience_s:g} s"
+        self.fail((vain or f"rank {late} did not come to {note}") + within)
 
     @property
     def judging(self) -> bool:

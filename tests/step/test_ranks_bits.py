@@ -115,6 +115,14 @@ def test_without_it_sums_over_ranks_round_differently():
     assert one != four
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_that_nobody_rounds_later_have_no_place_of_their_own(ranks: int):
+    with split("narrow", ranks, invariant=True) as running:
+        names = {name for name in running.runner.memory.buffers if name.startswith("scratch.")}
+    assert any("leaves" in name for name in names)
+    assert not any("total" in name for name in names)
+
+
 # -- weights -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("model", ["narrow", "sparse-glm", "with-biases"])

@@ -93,6 +93,8 @@ class Work:
     name: str
     width: int
     dtype: str = "act"
+    across: bool = False
+    """It is there only where several ranks add up what is rounded behind the last of them."""
 
     @property
     def buffer(self) -> str:
@@ -102,7 +104,7 @@ class Work:
 
 def leaves_of(leaves: int, hidden: int) -> tuple[Work, ...]:
     """The scratch that as many leaves of a half's sum lie in, where there are any, and what they add up to before rounding."""
-    return (Work(leaves_name(leaves), leaves * hidden, "f32"), Work("total", hidden, "f32")) if leaves else ()
+    return (Work(leaves_name(leaves), leaves * hidden, "f32"), Work("total", hidden, "f32", across=True)) if leaves else ()
 
 
 def leaves_name(leaves: int) -> str:
@@ -183,8 +185,7 @@ class At:
     @property
     def _goes_on(self) -> bool:
         """Whether a sum by leaf goes on over the ranks in float32, and "branch" would round it before its end."""
-        memory = self.program.memory
-        return memory.ranks > 1 and "total" in self.scratch and memory.buffers[self.scratch["branch"]].dtype != "f32"
+        return self.scratch.get("total") in self.program.memory.buffers
 
     def linear(self, name: str, *, x: str, out: str) -> None:
         """Project scratch by the weight `name`, and by the bias `name`_bias where there is one."""
@@ -291,9 +292,10 @@ def lacking(blocks: Mapping[str, Block], providers: Collection[str]) -> dict[str
     return {contract: prefix for prefix, block in blocks.items() for contract in block.contracts if contract not in owned}
 
 
-def scratch_buffers(blocks: Iterable[Block], hidden: int) -> list[StepBuffer]:
-    """The scratch of all these blocks, each buffer once."""
-    work = {one.buffer: one for block in dict.fromkeys(blocks) for one in block.work(hidden)}
+def scratch_buffers(blocks: Iterable[Block], hidden: int, *, across: bool = False) -> list[StepBuffer]:
+    """The scratch of all these blocks, each buffer once. `across`: several ranks add up what is rounded behind the last of
+    them."""
+    work = {one.buffer: one for block in dict.fromkeys(blocks) for one in block.work(hidden) if across or not one.across}
     return [StepBuffer(name, f"R {one.width}", one.dtype) for name, one in work.items()]
 
 
@@ -395,8 +397,9 @@ def _custom_block(at: At, block: Block) -> bool:
     program, own = at.program, at.program.memory.weights.get(at.prefix)
     if own is None:
         return False
-    buffers = SimpleNamespace(**{name: program.memory.buffers[buffer] for name, buffer in at.scratch.items()})
-    call = BlockCall(program, block, at.norm, at.prefix, program.memory.buffers[at.x], at.rows, buffers)
+    held = program.memory.buffers
+    buffers = SimpleNamespace(**{name: held[buffer] for name, buffer in at.scratch.items() if buffer in held})
+    call = BlockCall(program, block, at.norm, at.prefix, held[at.x], at.rows, buffers)
     program.call("custom_block", cast("CustomBlock", own).bind(call), at.unit, at.stage)
     return True
 

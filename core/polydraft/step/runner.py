@@ -370,9 +370,11 @@ class Runner:
         blocks: dict[str, Block] = _mapped(modules, "blocks")
         own = getattr(self.proposer, "hidden_size", self.model.hidden_size)
         scratch: dict[str, StepBuffer] = {}
+        across = memory.ranks > 1 and memory.act != "f32"
         for module in modules:
             width = own if module is self.proposer else self.model.hidden_size
-            scratch |= {one.name: one for one in scratch_buffers(getattr(module, "blocks", {}).values(), width)}
+            of_blocks = getattr(module, "blocks", {}).values()
+            scratch |= {one.name: one for one in scratch_buffers(of_blocks, width, across=across)}
         memory.allocate(scratch.values())
         for prefix, cache in ((prefix, cache) for prefix, block in blocks.items() for cache in block.caches):
             memory.allocate(cache.buffers(prefix, limits))

@@ -3,9 +3,9 @@
     python bench/experts_kernel.py --backend cuda --json bench/results/experts-kernel.json
     python bench/experts_kernel.py --shape glm12 --packing fp8-channel --packing none
 
-Each row draws its experts uniformly without replacement. Bytes are those of every expert that some row chose, read once; the
-floor is bytes over the rate of a plain copy on the same device, measured in the same run (read and written bytes counted). A
-figure is the median over repeats of the mean of consecutive launches that differ in their choices.
+Each row draws its experts uniformly without replacement. Bytes are those of every expert that some row chose, with its scales,
+read once; the floor is bytes over the rate of a plain copy on the same device, measured in the same run (read and written bytes
+counted). A figure is the median over repeats of the mean of consecutive launches that differ in their choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -30,10 +29,9 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.packing import PACKINGS, PackedWeight
-from polydraft.device import DTYPES
 from polydraft.plugins.plugins import Plugins
 
-SHAPES = {"ernie21": (2560, 1536, 64, 6), "glm12": (4096, 1408, 128, 8)}
+SHAPES = {"ernie21": (2560, 1536, 64, 6), "glm12": (4096, 1408, 128, 8), "qwen3-30b": (2048, 768, 128, 8)}
 """Hidden size, width of an expert, experts, experts of a row."""
 ROWS = (1, 4, 8, 32, 64, 128, 256)
 LAUNCHES, REPEATS, CHOICES = 24, 7, 8
@@ -92,10 +90,7 @@ def main() -> None:
         hidden, width, experts, chosen = SHAPES[shape]
         stacks = (experts, 2 * width, hidden), (experts, hidden, width)
         gate_up, down = (table.prepare_weight("experts", weight(rng, *stack, packing), options.dtype) for stack in stacks)
-        each = sum(
-            DTYPES[options.dtype].itemsize * math.prod(stack) if packing == "none" else PACKINGS[packing].nbytes(stack)
-            for stack in stacks
-        ) / experts  # fmt: skip
+        each = (gate_up.nbytes + down.nbytes) / experts
         for n in ROWS:
             x, out = (device.empty(name, (n, hidden), options.dtype) for name in ("x", "out"))
             device.load(x, to_host(rng.standard_normal((n, hidden)), options.dtype))

@@ -721,7 +721,7 @@ def test_packed_experts_go_through_tiles_few_rows_and_many(invariant: bool):
         assert chosen(device, launch, n) == ["experts.cu", *[f"experts_tile.cu {tokens}"] * 2, "experts.cu"], n
         assert [defines.get("NUMBER") for _, defines, _ in device.launched] == [None, 1, 3, None]
     for one in (one for one in device.bound if one.name == "expert_tile"):
-        groups, gated, (*_, scales, zeros, of_rows, each, count, outputs, inputs) = (
+        groups, gated, (*_, scales, zeros, of_rows, _, each, count, outputs, inputs) = (
             one.defines["GROUPS"], one.defines["GATED"], one.arguments,
         )  # fmt: skip
         chunk, rows = 64 if gated else 32, 64 * groups
@@ -747,6 +747,21 @@ def test_rows_are_rounded_once_before_either_product_of_packed_experts():
     assert lists.arguments[3].pointer == numbers.pointer, "gathered are the rounded rows"
     up = next(one for one in device.bound if one.name == "expert_tile" and one.defines["GATED"])
     assert up.arguments[7].pointer == scales.pointer
+
+
+def test_scales_of_groups_travel_with_what_they_are_of():
+    device: Any = Recorder(dtype="bf16")
+    experts_of(device, gate_up="fp8-block128-a8", down="int4-group32-zeros")
+    tiles = [one for one in device.bound if one.name == "expert_tile"]
+    assert [(one.defines["GROUP"], one.defines["BLOCK"]) for one in tiles] == [(128, 128), (32, 1)] * 6
+    assert [one.threads for one in tiles[2:]] == [288] * 6 + [384] * 4, "a warp group more gives its registers away"
+    lists = next(one for one in device.bound if one.name == "list_experts")
+    _, rows, scales, of_entries, pitch, entries_pitch, groups = lists.arguments[3:10]
+    assert (scales.shape, of_entries.shape) == ((20, 512), (20, 3072)) == ((groups, pitch), (groups, entries_pitch))
+    assert of_entries.pointer == rows.pointer + 3072 * 2560 * 2, "behind the rows that they are of"
+    for one in tiles[::2]:
+        wanted = (scales.pointer, pitch) if one.defines["ALONE"] else (of_entries.pointer, entries_pitch)
+        assert (one.arguments[7].pointer, one.arguments[8]) == wanted
 
 
 @pytest.mark.parametrize(

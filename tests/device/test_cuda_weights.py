@@ -24,6 +24,7 @@ from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import packed
 from tests.device.test_cuda_gpu import PROMPTS, texts
 from tests.device.test_cuda_shapes import filled, launch_of, limits
+from tests.support import published_packings
 from tools import make_checkpoint
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
@@ -298,7 +299,7 @@ def experts_case(packing: Packing, size: tuple[int, int, int, int], rows: int) -
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("packing", "act"), [*((one, "bf16") for one in OF_EXPERTS), ("fp8-channel", "f16")])
+@pytest.mark.parametrize(("packing", "act"), [*((one, "bf16") for one in OF_EXPERTS), *((one, "f16") for one in SHAPED)])
 def test_packed_experts_in_sizes_of_tiles_are_what_their_contract_says(packing: str, act: str, invariant: bool):
     with opened(act, invariant=invariant) as device:
         table = polydraft_cuda.polydraft_kernels(device)
@@ -309,10 +310,16 @@ def test_packed_experts_in_sizes_of_tiles_are_what_their_contract_says(packing: 
 
 
 class PackedExperts:
-    """Packed experts of whole tiles, bound for many rows; `run(rows)` gives what these rows of x get."""
+    """Packed experts of whole tiles, bound for many rows; `run(rows)` gives what these rows of x get. `broken`: a place of `down`
+    that holds no number."""
 
-    def __init__(self, device: CudaDevice, packing: str, size: tuple[int, int, int, int], rows: int) -> None:
+    def __init__(
+        self, device: CudaDevice, packing: str, size: tuple[int, int, int, int], rows: int,
+        broken: tuple[int, int, int] | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.case = device, experts_case(PACKINGS[packing], size, rows)
+        if broken:
+            self.case.arrays["down"].numbers[broken] = 0x7F
         arrays, act, table = self.case.arrays, device.dtype, polydraft_cuda.polydraft_kernels(device)
         self.buffers = {
             name: device.empty(name, arrays[name].shape, kind)
@@ -350,6 +357,19 @@ def test_a_row_of_packed_experts_is_the_same_in_every_launch(packing: str, invar
         every = many.run(np.arange(700))
         assert np.array_equal(many.run(np.arange(1)), every[:1]), "more rows of one expert than a tile has"
         assert np.array_equal(many.run(np.arange(31)), every[:31])
+
+
+@pytest.mark.parametrize(("packing", "height"), [("fp8-channel", 1), ("fp8-block128", 128)])
+def test_what_is_no_number_spoils_its_outputs_of_the_rows_of_its_expert(packing: str, height: int):
+    size, place = (320, 192, 5, 2), (2, 300, 130)
+    with opened() as device:
+        whole, broken = PackedExperts(device, packing, size, 19), PackedExperts(device, packing, size, 19, place)
+        wanted, found = (one.run(np.arange(19)) for one in (whole, broken))
+    spoilt = np.zeros(found.shape, bool)
+    spoilt[(whole.case.arrays["expert_ids"] == 2).any(axis=1), 300 // height * height : (300 // height + 1) * height] = True
+    assert spoilt.any()
+    assert np.array_equal(np.isnan(found), spoilt)
+    assert np.array_equal(found[~spoilt], wanted[~spoilt])
 
 
 def test_experts_of_a_large_model_are_laid_out_from_rows_that_overlap():
@@ -412,7 +432,7 @@ def test_texts_of_packed_experts_are_those_of_the_reference(wide_experts: str, w
         assert of_experts(wide_experts, "cuda", drafts, graph=graph, **own) == wanted, (drafts, graph)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-a8", "int8"])
+@pytest.mark.parametrize("weights", ["fp8", "fp8-a8", "int8", "int4"])
 def test_texts_of_packed_experts_by_tiles_do_not_depend_on_drafts(wide_experts: str, weights: str):
     own: dict[str, Any] = {"dtype": "bf16", "weights": weights}
     wanted = of_experts(wide_experts, "cuda", 0, invariant=True, **own)
@@ -420,6 +440,39 @@ def test_texts_of_packed_experts_by_tiles_do_not_depend_on_drafts(wide_experts: 
         assert of_experts(wide_experts, "cuda", drafts, graph=graph, invariant=True, **own) == wanted, (drafts, graph)
         joined = of_experts(wide_experts, "cuda", drafts, graph=graph, **own)  # texts may part where logits tie
         assert sum(one == other for one, other in zip(joined, wanted, strict=True)) >= 3, (drafts, graph)
+
+
+PUBLISHED_EXPERTS = ("fp8-block", "awq", "gptq")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A random tiny Qwen3-MoE whose sizes tiles take, in published layouts."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "intermediate_size": 384}
+    config = {**make_checkpoint.FAMILIES["qwen3-moe"], **sizes}
+    drawn = make_checkpoint.draw(tensor_shapes(config), config, np.random.default_rng(5), embedding_first=True)
+    found, root = {}, tmp_path_factory.mktemp("published")
+    for name in PUBLISHED_EXPERTS:
+        stored, packed_config, _ = published_packings.packed(drawn, config, published_packings.PUBLISHED[name])
+        found[name] = str(make_checkpoint.write(root / name, packed_config, stored))
+    return found
+
+
+@pytest.mark.parametrize("layout", PUBLISHED_EXPERTS)
+def test_published_experts_stay_in_their_bits_and_write_one_text(
+    published: dict[str, str], layout: str, caplog: pytest.LogCaptureFixture
+):
+    def found(backend: str, drafts: int, **options: Any) -> list[tuple[int, ...]]:
+        proposer = {"proposer": "ngram"} if drafts else {}  # the family has no head of its own
+        return of_experts(published[layout], backend, drafts, weights="auto", **proposer, **options)
+
+    wanted, invariant = found("reference", 0, dtype="f32"), found("cuda", 0, dtype="bf16", invariant=True)
+    for drafts, graph in itertools.product((0, 3), ("off", "decode")):
+        assert found("cuda", drafts, graph=graph, dtype="f32") == wanted, (drafts, graph)
+        assert found("cuda", drafts, graph=graph, dtype="bf16", invariant=True) == invariant, (drafts, graph)
+        joined = found("cuda", drafts, graph=graph, dtype="bf16")  # texts may part where logits tie
+        assert sum(one == other for one, other in zip(joined, invariant, strict=True)) >= 3, (drafts, graph)
+    assert caplog.messages == [], "nothing is dequantised"
 
 
 # -- engines ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import html
 import json
 import re
 from collections import defaultdict
+from contextlib import closing
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 from bench import packing_acceptance
 from bench.gpu_rounds import BATCHES, peer_ms
 from polydraft import LLM, RequestOutput
+from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.features import FEATURES
+from polydraft.contracts.packing import PACKINGS
 from polydraft.demo import demo_model_path
 from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
+from polydraft.models.weights import sizes
 from polydraft.plugins.plugins import Plugins
 from polydraft.proposers.base import built_in
 from polydraft.resolve import resolve
@@ -48,6 +52,19 @@ def test_tokens_per_round_are_those_of_the_result():
         for row in measured["rows"]
     ]
     assert rows(text) == wanted
+
+
+def test_weights_of_models_with_experts_take_the_bytes_that_are_stated():
+    taken = {"linear": tuple(PACKINGS), "experts": tuple(PACKINGS)}
+    text = section(read(ROOT / "docs" / "checkpoints.md"), "Packed matrices")
+    found = rows(text[text.index("Gigabytes") :].partition("\n\n")[2])
+    packings = [re.findall("`(.*)`", head)[0] for head in text[text.index("| | bfloat16") :].splitlines()[0].split("|")[3:-1]]
+    for (_, *stated), shape in zip(found, ("qwen3-30b", "glm45-air", "ernie21"), strict=True):
+        with closing(RandomCheckpoint(ROOT / "bench" / "shapes" / f"{shape}.json")) as checkpoint:
+            model = FamilyRegistry().describe(checkpoint)[0]
+        ways: list[dict[str, Any]] = [{}, *({"packing": PACKINGS[one], "ignored": ("head",), "taken": taken} for one in packings)]
+        wanted = [sum(sizes(model, model.weights(), dtype="bf16", **one).values()) for one in ways]
+        assert stated == [f"{nbytes / 1e9:.1f}" for nbytes in wanted]
 
 
 def test_what_packing_changes_is_that_of_the_result():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polydraft.ranks import Group
     from polydraft_cuda.device import CudaDevice
 
+PACKED = tuple(name for name, one in PACKINGS.items() if not (one.activations and one.number == "int4"))
 CAPABILITIES = Capabilities(
     dtypes=("bf16", "f16", "f32"),
     asynchronous=True,
@@ -29,8 +30,8 @@ CAPABILITIES = Capabilities(
     kv_dtypes=("int8", "fp8"),
     sliding_window=True,
     sleep=True,
-    weight_packings=tuple(name for name, one in PACKINGS.items() if not (one.activations and one.number == "int4")),
-    expert_packings=tuple(name for name, one in PACKINGS.items() if not one.columns),
+    weight_packings=PACKED,
+    expert_packings=PACKED,
     ranks="processes",
     rank_dtypes=("bf16", "f16", "f32"),
     rank_devices=True,

@@ -4,15 +4,18 @@
 // A *place* is one choice of one row: row * chosen + number of the choice. Places of one expert lie together in `list`, in
 // ascending order, which depends on the ids alone.
 //
-// Defines: ACT, and for one kernel each GATED (the first product), NUMBER (0: weights in the activation type; as in packed.cuh), PIECES
-// (numbers lie as pieces, not row by row), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` are the scales).
+// Defines: ACT, and for one kernel each GATED (the first product), NUMBER (0: weights in the activation type; as in packed.cuh), GROUP and
+// BLOCK (as there), PIECES (numbers lie as pieces, not row by row), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` are the
+// scales, as of GROUP).
 #include "tensor.cuh"
 
 // -- lists: a block an expert counts the places of lower experts and lists its own. Where somebody wants their rows of x in that order
-// (`sorted` is not null), several blocks do so, and each gathers some of the rows, a warp a row ---------------------------
+// (`sorted` is not null), several blocks do so, and each gathers some of the rows, a warp a row, and of rows that were rounded the
+// `groups` scales [groups, pitch] ----------------------------------------------------------------------------------------
 constexpr int LIST_THREADS = 512, HELD = 512, AT_ONCE = 8;  // places that a block remembers by itself; vectors of a lane in flight
 
-extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, const vec4* x, vec4* sorted, int n, int chosen, int pieces) {
+extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, const vec4* x, vec4* sorted, const float* scales, float* sorted_scales,
+                                        int pitch, int sorted_pitch, int groups, int n, int chosen, int pieces) {
     constexpr int WARPS = LIST_THREADS / 32;
     __shared__ int lower[WARPS], mine[WARPS], held[HELD];
     begin_dependent();
@@ -61,6 +64,7 @@ extern "C" __global__ void list_experts(const int* ids, int* begins, int* list, 
             for (int j = 0; j < AT_ONCE; j++)
                 if (i + j * 32 < pieces) to[i + j * 32] = v[j];
         }
+        for (int g = lane; g < groups; g += 32) sorted_scales[(int64_t)g * sorted_pitch + own + r] = scales[(int64_t)g * pitch + place / chosen];
     }
 }
 
@@ -98,7 +102,7 @@ extern "C" __global__ void sum_experts(const float* terms, const int* ids, const
 
 // -- any size: a warp one output of one place ---------------------------------------------------------------------------
 // GATED: h[place, I] = silu(gate) * up of x's row; else terms[place, H] of h's row. Leaves (gridDim.z, else 1) are as many products: an
-// expert has a matrix for each, h their inputs and terms their outputs side by side. A packed output has one scale.
+// expert has a matrix for each, h their inputs and terms their outputs side by side.
 #ifdef GATED
 #if NUMBER
 #include "packed.cuh"
@@ -112,34 +116,34 @@ typedef act_t to_t;
 typedef float to_t;
 #endif
 extern "C" __global__ void expert_plain(const act_t* x, const number_t* w, const int* ids, to_t* out, const float* scales, const unsigned char* zeros,
-                                        const float* row_scales, int chosen, int outputs, int inputs) {
+                                        const float* row_scales, int row_pitch, int chosen, int outputs, int inputs) {
     begin_dependent();
     const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     const int64_t place = blockIdx.y, expert = ids[place], leaf = blockIdx.z, leaves = gridDim.z;
     if (o >= outputs || expert < 0) return;
-    const int64_t from = GATED ? place / chosen : place, first = (expert * leaves + leaf) * outputs * (GATED ? 2 : 1) + o;
+    const int64_t from = GATED ? place / chosen : place, matrix = expert * leaves + leaf;
+    const int height = outputs * (GATED ? 2 : 1);
     const act_t* row = x + (from * leaves + leaf) * inputs;
-    auto weight = [&](int64_t output, int i) {
+    auto weight = [&](int output, int i) {
+        const int64_t at = matrix * height + output;
 #if NUMBER
-        const int zero = ZEROS ? zeros[output] : 8;
-        return PIECES ? number_in_pieces(w, output, i, inputs, zero)
-                      : number_in_row(w + output * (NUMBER == INT4 ? (inputs + 1) / 2 : inputs), i, zero);
+        const int64_t place = first_place(matrix, output, height, inputs) + i / SPAN;
+        const int zero = ZEROS ? zeros[place] : 8;
+        return scales[place] * (PIECES ? number_in_pieces(w, at, i, inputs, zero) : number_in_row(w + at * (NUMBER == INT4 ? (inputs + 1) / 2 : inputs), i, zero));
 #else
-        return to_float(w[output * inputs + i]);
+        return to_float(w[at * inputs + i]);
 #endif
     };
     float a = 0.f, b = 0.f;
     for (int i = lane; i < inputs; i += 32) {
-        const float v = to_float(row[i]);
-        a = fmaf(weight(first, i), v, a);
-        if (GATED) b = fmaf(weight(first + outputs, i), v, b);
+        float v = to_float(row[i]);
+#if NUMBER
+        if (ROUNDED) v *= row_scales[(int64_t)(i / SPAN) * row_pitch + from];
+#endif
+        a = fmaf(weight(o, i), v, a);
+        if (GATED) b = fmaf(weight(outputs + o, i), v, b);
     }
     a = warp_sum(a), b = warp_sum(b);
-#if NUMBER
-    const float by = ROUNDED ? row_scales[from] : 1.f;
-    a *= scales[first] * by;
-    if (GATED) b *= scales[first + outputs] * by;
-#endif
     if (lane == 0) out[(place * leaves + leaf) * outputs + o] = from_float<to_t>(GATED ? a / (1.f + expf(-a)) * b : a);
 }
 #endif

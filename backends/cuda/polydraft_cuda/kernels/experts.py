@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from polydraft.contracts.base import Limits
@@ -119,19 +118,22 @@ def _products(a: Any, h: _Part) -> tuple[_Factors, _Factors]:
 def workspace_bytes(device: CudaDevice, a: Any, limits: Limits) -> int:
     """Lists, what is between the two products, the terms of every choice, and its row; and what rows are rounded to."""
     del device, limits
-    parts = _parts(a)
-    return sum(part.nbytes for part in parts) + sum(map(_rounded_bytes, _products(a, parts[2])))
+    return _place_rounded(a, _parts(a))[1]
 
 
 def _rounded_bytes(a: _Factors) -> int:
     return -(-rounded_bytes(a) // 256) * 256
 
 
-def _place_rounded(a: Any, parts: Sequence[_Part]) -> tuple[Rounded, Rounded]:
-    """The rows of both products as they are multiplied, behind all parts where they are rounded."""
-    up, down = _products(a, parts[2])
-    end = parts[-1].pointer + parts[-1].nbytes
-    return place_rounded(up, end), place_rounded(down, end + _rounded_bytes(up))
+def _place_rounded(a: Any, parts: Sequence[_Part]) -> tuple[tuple[Rounded, Rounded, Rounded], int]:
+    """Rows as they are multiplied: of x, of x in the order of the list, and of h; and where they end. Where they are rounded, the
+    second have the place of the last part, and the others are behind it."""
+    *_, h, _, rows = parts
+    (up, down), listed = _products(a, h), _Factors(rows, a.gate_up)
+    first = rows.pointer + max(rows.nbytes, _rounded_bytes(listed))
+    second = first + _rounded_bytes(up)
+    placed = place_rounded(up, first), place_rounded(listed, rows.pointer), place_rounded(down, second)
+    return placed, second + _rounded_bytes(down)
 
 
 def idle_at_first(a: Any, pointer: int = 0) -> tuple[int, int]:
@@ -212,17 +214,18 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False, in
     (experts, both, hidden), chosen = a.gate_up.shape, int(a.expert_ids.shape[1])
     if experts > MOST_EXPERTS:
         raise ContractError(f"experts of the cuda backend are {MOST_EXPERTS} at most, got {experts}")
-    begins, entries, h, terms, rows = parts = _parts(a, workspace.buffer.pointer)
-    x, between = _place_rounded(a, parts)
+    begins, entries, h, terms, _ = parts = _parts(a, workspace.buffer.pointer)
+    (x, gathered, between), _ = _place_rounded(a, parts)
     of_x, of_h = _products(a, h)
     first = [] if x.scales is None else [round_rows(device, of_x, x)]
     middle = [] if between.scales is None else [round_rows(device, of_h, between, chosen)]
 
-    def lists(gathered: _Part | None) -> Launch:
+    def lists(to: Rounded | None) -> Launch:
         function = device.function(source("experts.cu"), "list_experts", **act("f32"))
-        of_rows = (x.x, gathered) if gathered else (None, None)
+        of_rows = (x.x, to.x, x.scales, to.scales, x.pitch, to.pitch) if to else (None, None, None, None, 0, 0)
+        groups = to.scales.shape[0] if to and to.scales else 0
         return sequence(*first, function.bind(
-            (experts, LIST_BLOCKS if gathered else 1, 1), LIST_THREADS, a.expert_ids, begins, entries, *of_rows, ROWS, chosen,
+            (experts, LIST_BLOCKS if to else 1, 1), LIST_THREADS, a.expert_ids, begins, entries, *of_rows, groups, ROWS, chosen,
             hidden // 8, dependent=True,
         ))  # fmt: skip
 
@@ -247,11 +250,10 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False, in
 
     up, down = one_row(x, a.gate_up, h, both // 2, gated=1, early=early), one_row(between, a.down, terms, hidden)
     found = [Sized(1, sequence(*first) if first else None, sequence(up, *middle, down))]
-    gathered = replace(x, x=rows)
     for tokens in TILE_TOKENS[:-1] if any(packed) else TILE_TOKENS:
         up = _tile(device, a, tokens, gathered, a.gate_up, (begins, entries), h, both // 2, gated=1, early=early)
         down = _tile(device, a, tokens, between, a.down, (begins, entries), terms, hidden)
-        found.append(Sized(_fitting(tokens, experts, chosen), lists(rows), sequence(up, *middle, down)))
+        found.append(Sized(_fitting(tokens, experts, chosen), lists(gathered), sequence(up, *middle, down)))
     return found
 
 
@@ -267,7 +269,7 @@ def _plain(
     chosen = int(a.expert_ids.shape[1])
     function = device.function(
         source("experts.cu"), "expert_plain", GATED=gated, PIECES=int(is_packed(weight) and weight.tiled),
-        **_told(x, weight), **act(a.x.dtype),
+        **product_defines(_Factors(x.x, weight)), **act(a.x.dtype),
     )  # fmt: skip
     return function.bind(
         lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, leaves), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
@@ -275,15 +277,9 @@ def _plain(
     )  # fmt: skip
 
 
-def _told(x: Rounded, weight: Any) -> dict[str, int]:
-    """What kernels are told of a packing, whose scales are of whole outputs."""
-    told = product_defines(_Factors(x.x, weight))
-    return {name: told[name] for name in ("NUMBER", "ZEROS", "ROUNDED")}
-
-
-def _scales(x: Rounded, weight: Any) -> tuple[Any, Any, Any]:
-    """Scales and zero points of a packed stack, and scales of rows, as kernels take them."""
-    return (weight.scales, weight.zeros, x.scales) if is_packed(weight) else (None, None, None)
+def _scales(x: Rounded, weight: Any) -> tuple[Any, Any, Any, int]:
+    """Scales and zero points of a packed stack, and scales of rows and their pitch, as kernels take them."""
+    return (weight.scales, weight.zeros, x.scales, x.pitch) if is_packed(weight) else (None, None, None, 0)
 
 
 def _stream(
@@ -343,16 +339,18 @@ def _tile(
     tiles = -(-int(height) // rows)
     stage = 2 * (rows * piece_bytes(weight) + tokens * 128) if packed else (rows + tokens) * 128
     stages, groups = TILE_BYTES // stage, rows // 64
+    crowded = packed and weight.packing.columns and tokens >= 64  # as the kernel has it
+    threads = groups * 128 + (128 if crowded else 32)
     function = device.function(
         source("experts_tile.cu"), "expert_tile", arch_features="a", TOKENS=tokens, GROUPS=groups, STAGES=stages, GATED=gated,
-        ALONE=int(alone), EARLY=int(early), **_told(x, weight), **act(a.x.dtype),
+        ALONE=int(alone), EARLY=int(early), **product_defines(_Factors(x.x, weight)), **act(a.x.dtype),
     )  # fmt: skip
     if packed:
         weights, of_x = piece_map(device, weight, rows, paired=bool(gated), chunks=2), tensor_map(device, x.x, tokens, chunks=2)
     else:
         weights, of_x = tensor_map(device, weight, rows, paired=8 * gated), tensor_map(device, x.x, tokens)
     return function.bind(
-        lambda n: min(most, min(experts, n * chosen) * tiles), groups * 128 + 32, weights, of_x, *lists, out,
+        lambda n: min(most, min(experts, n * chosen) * tiles), threads, weights, of_x, *lists, out,
         *_scales(x, weight), chosen, experts, outputs, inputs, shared=stages * stage + 1024, dependent=True,
     )  # fmt: skip
 

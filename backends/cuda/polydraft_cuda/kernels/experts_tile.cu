@@ -10,12 +10,13 @@
 // engine brings zeros.
 //
 // Packed weights (NUMBER) come as pieces, a pair of chunks at a time, and are widened in registers while the products of the chunk before run;
-// the scale of an output meets its sum. So an entry's sum has the same bits whatever TOKENS, GROUPS and ALONE are.
+// the scale of an output meets its sum, scales of groups meet the sums of these (grouped.cuh). So an entry's sum has the same bits whatever
+// TOKENS, GROUPS and ALONE are.
 //
 // Defines: ACT (1, 2), TOKENS (8..256, a power of two), GROUPS (warp groups), STAGES (chunks of 64 inputs in flight, or pairs of them),
-// GATED, ALONE, EARLY (lists, or choices, were made two launches back), NUMBER (0: weights in the activation type; as in packed.cuh), ZEROS
-// (zero points), ROUNDED (x is numbers of which `row_scales` are the scales, of rows of x or, of h, of entries). Sizes: inputs a multiple of
-// 64, outputs of 8.
+// GATED, ALONE, EARLY (lists, or choices, were made two launches back), NUMBER (0: weights in the activation type; as in packed.cuh), GROUP and
+// BLOCK (as there), ZEROS (zero points), ROUNDED (x is numbers of which `row_scales` [groups, row_pitch] are the scales, in the order of
+// entries). Sizes: inputs a multiple of 64, outputs of 8.
 #include "tensor.cuh"
 #define WIDTH TOKENS
 #if NUMBER
@@ -26,9 +27,14 @@ constexpr int CHUNK = PIECE / 8, UNIT = 2;  // bytes that a row of weights has o
 constexpr int CHUNK = 128, UNIT = 1;
 #endif
 #include "wgmma.cuh"
+#if NUMBER && GROUP
+#include "grouped.cuh"
+#endif
 #include "boxes.cuh"
 
 constexpr int ROWS = 64 * GROUPS, X_BYTES = TOKENS * 128, W_BYTES = UNIT * ROWS * CHUNK, STAGE = W_BYTES + UNIT * X_BYTES, MOST_EXPERTS = 512;
+constexpr bool CROWDED = NUMBER && GROUP && TOKENS >= 64;  // sums and operands want more registers than there are a thread
+constexpr int FETCHERS = CROWDED ? 128 : 32;  // a warp group where registers pass from it to the others
 constexpr int CONSUMERS = GROUPS * 128, ACCUMULATORS = TOKENS / 2, STEP = GATED ? ROWS / 2 : ROWS;  // outputs of a tile
 constexpr int RELEASED = NUMBER ? CONSUMERS / 32 : GROUPS;  // by whom a stage is given back
 constexpr int AHEAD = TOKENS >= 64;  // a chunk is multiplied while the one before it ends
@@ -62,9 +68,9 @@ __device__ __forceinline__ int output_of(int tile, int half) {
     return GATED ? tile * STEP + local * 8 + g : tile * STEP + local * 16 + half * 8 + g;
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
 expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, const int* begins, const int* list, to_t* out, const float* scales,
-            const unsigned char* zeros, const float* row_scales, int chosen, int experts, int outputs, int inputs) {
+            const unsigned char* zeros, const float* row_scales, int row_pitch, int chosen, int experts, int outputs, int inputs) {
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
 #if !ALONE
@@ -85,7 +91,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     auto item_of = [&](int number, int) { return Item{__ldcg(begins + number / tiles), number % tiles, number / tiles, 1}; };
 #else
     int items = 0;
-    for (int from = 0; from < experts; from += CONSUMERS + 32) {
+    for (int from = 0; from < experts; from += CONSUMERS + FETCHERS) {
         const int e = from + threadIdx.x;
         const int begin = e < experts ? __ldcg(begins + e) : 0, count = e < experts ? __ldcg(begins + e + 1) - begin : 0;
         int total;
@@ -105,6 +111,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     const int own_items = max((items - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, 0), count = own_items * chunks;
 
     if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
+        if (CROWDED) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         Item of_weights{}, of_rows{};
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
@@ -120,7 +127,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         };
         return fetch_stages<STAGES, 1>(threadIdx.x == CONSUMERS, count, empty, weights, rows);
     }
-    wait_for_previous();
+    if (CROWDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int lane = threadIdx.x & 31;
     auto release = [&](int s) {
         if (NUMBER) __syncwarp();  // of pieces each lane has read its own
@@ -128,51 +135,82 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     };
 #if NUMBER
     unsigned even[16], odd[16];
-    auto products = [&](float (&sums)[ACCUMULATORS], unsigned (&a)[16], unsigned w, unsigned x, const unsigned (*middle)[2]) {
+    auto widened = [&](unsigned (&a)[16], unsigned w, const unsigned (*middle)[2]) {
         widen(a, w + (threadIdx.x >> 5) * 2 * PIECE + lane * LANE, middle);
         operands_fence(a);
-        accumulators_fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(sums, a + k * 4, descriptor(x + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");  // while the chunk before it ends
-        accumulators_fence(sums);
     };
+    auto find_places = [&](int64_t (&first)[2], const Item& of) {  // of both outputs of a lane
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            first[half] = first_place(max(of.expert, 0), min(output_of(of.tile, half), outputs - 1) + (GATED ? half * outputs : 0), (GATED ? 2 : 1) * outputs, inputs);
+    };
+    int64_t first[2];
 #endif
+#if NUMBER && GROUP
+    static_assert(!ROUNDED || GROUP == 128, "a pair of chunks has one scale of a row of x");
+    Places places;
+    if (own_items) {
+        find_places(first, item_of(blockIdx.x, 0));
+        places.fetch(scales, zeros, first, 0, places_of(inputs));
+    }
+#endif
+    wait_for_previous();
     Item item{};
     for (int own = 0, i = 0; own < own_items; own++) {
         item = item_of(blockIdx.x + own * gridDim.x, item.expert);
         float sums[ACCUMULATORS] = {};
 #if NUMBER
+        // What rows of x are multiplied with in group `group`, or in all: of the entries that a lane has sums of.
+        auto row_scales_of = [&](float (&by)[TOKENS / 4], int group) {
+#pragma unroll
+            for (int k = 0; k < TOKENS / 4; k++)
+                by[k] = ROUNDED ? row_scales[(int64_t)group * row_pitch + (ALONE && GATED ? 0 : item.begin + min((k >> 1) * 8 + (lane & 3) * 2 + (k & 1), item.count - 1))] : 1.f;
+        };
+        float by[TOKENS / 4];
+#if GROUP
+        for (const int from = i, end = i + chunks; i < end; i++) {
+            const int s = i % STAGES;
+            const Places now = places;
+            if (i + 1 == end && own + 1 < own_items) find_places(first, item_of(blockIdx.x + (own + 1) * gridDim.x, item.expert));
+            places.fetch(scales, zeros, first, i + 1 == end ? 0 : i + 1 - from, places_of(inputs));
+            const unsigned w = base + s * STAGE, x = w + W_BYTES;
+            auto operands = [&](int half, unsigned (&a)[16], const unsigned (&middle)[2][2]) {
+                widened(a, w + half * ROWS * CHUNK, middle);
+                return x + half * X_BYTES;
+            };
+            row_scales_of(by, i - from);
+            barrier_wait(shared_address(&full[s]), i / STAGES & 1);
+            multiply_groups(sums, even, odd, now, operands, [&](int, int j) { return by[(j >> 2) * 2 + (j & 1)]; }, [&](int half) {
+                if (half) release(s);
+            });
+        }
+#else
         float scale[2];
         unsigned middle[2][2] = {};
+        find_places(first, item);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t stack = (int64_t)max(item.expert, 0) * (GATED ? 2 : 1) + (GATED ? half : 0);
-            const int64_t at = stack * outputs + min(output_of(item.tile, half), outputs - 1);
-            scale[half] = scales[at];
-            if (NUMBER == INT4) middle[0][half] = middle[1][half] = WHOLE + (ZEROS ? zeros[at] : 8) * 0x10001u;
+            scale[half] = scales[first[half]];
+            if (NUMBER == INT4) middle[0][half] = middle[1][half] = WHOLE + (ZEROS ? zeros[first[half]] : 8) * 0x10001u;
         }
         for (const int from = i, end = i + chunks; i < end; i++) {
             const int s = i % STAGES;
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
             const unsigned w = base + s * STAGE, x = w + W_BYTES;
-            products(sums, even, w, x, middle);
+            widened(even, w, middle);
+            multiply_widened(sums, even, x, 0, 4);
+            products_wait<1>(sums);  // while the chunk before it ends
             if (i > from) release((i - 1) % STAGES);
-            products(sums, odd, w + ROWS * CHUNK, x + X_BYTES, middle);
+            widened(odd, w + ROWS * CHUNK, middle);
+            multiply_widened(sums, odd, x + X_BYTES, 0, 4);
+            products_wait<1>(sums);
         }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        accumulators_fence(sums);
+        products_wait<0>(sums);
         release((i - 1) % STAGES);
+        row_scales_of(by, 0);
 #pragma unroll
-        for (int j = 0; j < ACCUMULATORS; j++) {
-            float by = scale[j >> 1 & 1];
-            if (ROUNDED) {
-                const int entry = item.begin + min((j >> 2) * 8 + (lane & 3) * 2 + (j & 1), item.count - 1);
-                by *= row_scales[!GATED ? entry : ALONE ? 0 : list[entry] / chosen];
-            }
-            sums[j] *= by;
-        }
+        for (int j = 0; j < ACCUMULATORS; j++) sums[j] *= scale[j >> 1 & 1] * by[(j >> 2) * 2 + (j & 1)];
+#endif
 #else
         for (const int from = i, end = i + chunks; i < end; i++) {
             const int s = i % STAGES;
@@ -183,8 +221,7 @@ expert_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             else if (i > from) release((i - 1) % STAGES);
         }
         if (AHEAD) {
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            accumulators_fence(sums);
+            products_wait<0>(sums);
             release((i - 1) % STAGES);
         }
 #endif

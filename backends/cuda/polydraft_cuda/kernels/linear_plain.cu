@@ -30,8 +30,7 @@ extern "C" __global__ void linear_plain(const act_t* x, const number_t* w, const
     x += (int64_t)leaf * inputs, out += (int64_t)leaf * outputs;
 #if NUMBER
     const number_t* weights = w + (int64_t)o * (NUMBER == INT4 ? (inputs + 1) / 2 : inputs);
-    const int groups = GROUP ? (inputs + (GROUP ? GROUP : 1) - 1) / (GROUP ? GROUP : 1) : 1;
-    const int64_t places = (int64_t)(o / BLOCK) * groups;
+    const int64_t places = first_place(0, o, outputs, inputs);
 #else
     const number_t* weights = w + ((int64_t)leaf * outputs + o) * inputs;
 #endif
@@ -41,7 +40,7 @@ extern "C" __global__ void linear_plain(const act_t* x, const number_t* w, const
         float sums[8] = {};
         for (int i = lane; i < inputs; i += 32) {
 #if NUMBER
-            const int group = GROUP ? i / (GROUP ? GROUP : 1) : 0;
+            const int group = i / SPAN;
             const float weight = number_in_row(weights, i, ZEROS ? zeros[places + group] : 8) * scales[places + group];
 #else
             constexpr int group = 0;

@@ -40,6 +40,9 @@ constexpr int CHUNK = 128, UNIT = 1;
 #endif
 constexpr int INPUTS = EIGHT ? 128 : 64;  // of a chunk
 #include "wgmma.cuh"
+#if NUMBER && GROUP
+#include "grouped.cuh"
+#endif
 #include "boxes.cuh"
 #include "best.cuh"
 #include "screen_state.cuh"
@@ -96,20 +99,13 @@ __device__ __forceinline__ float row_scale(const Scaled& by, int group, int firs
     return ROUNDED ? by.rows[(int64_t)group * by.pitch + min(first_token + (at >> 2) * 8 + (int)(threadIdx.x & 3) * 2 + (at & 1), by.pitch - 1)] : 1.f;
 }
 #if GROUP
-constexpr int PARTS = 128 / GROUP;  // groups of a pair of chunks
-// Scales and middles of both outputs of a lane, of a pair of chunks; they are fetched a pair ahead.
-struct Places {
-    float scale[PARTS][2];
-    unsigned zero[PARTS][2];
-    __device__ __forceinline__ void fetch(const Scaled& by, int tile, int pair, int outputs, int inputs) {
+// The first places of both outputs of a lane.
+__device__ __forceinline__ void fetch_places(Places& places, const Scaled& by, int tile, int pair, int outputs, int inputs) {
+    int64_t first[2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int64_t at = (int64_t)(min(output_of(tile, half, outputs), outputs - 1) / BLOCK) * (inputs / GROUP) + pair * PARTS;
-#pragma unroll
-            for (int p = 0; p < PARTS; p++) scale[p][half] = by.scales[at + p], zero[p][half] = ZEROS ? by.zeros[at + p] : 8;
-        }
-    }
-};
+    for (int half = 0; half < 2; half++) first[half] = first_place(0, min(output_of(tile, half, outputs), outputs - 1), outputs, inputs);
+    places.fetch(by.scales, by.zeros, first, pair, places_of(inputs));
+}
 #endif
 #endif
 
@@ -229,18 +225,10 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         operands_fence(a);
         return base + s * STAGE + W_BYTES;
     };
-    auto products = [&](float (&sums)[ACCUMULATORS], const unsigned* a, unsigned x, int from, int to) {
-        accumulators_fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (k >= from && k < to) wgmma(sums, a + k * 4, descriptor(x + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    };
 #endif
 #if GROUP
     Places places;
-    if (count) places.fetch(by, begin / chunks * CLUSTER + rank, begin % chunks / UNIT, outputs, inputs);
+    if (count) fetch_places(places, by, begin / chunks * CLUSTER + rank, begin % chunks / UNIT, outputs, inputs);
 #endif
 #endif
 #if BEST
@@ -258,7 +246,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             const int s = i % STAGES, chunk = (begin + i) % chunks;
 #if GROUP
             const Places now = places;
-            if (i + 1 < count) places.fetch(by, (begin + i + 1) / chunks * CLUSTER + rank, (begin + i + 1) % chunks, outputs, inputs);
+            if (i + 1 < count) fetch_places(places, by, (begin + i + 1) / chunks * CLUSTER + rank, (begin + i + 1) % chunks, outputs, inputs);
             auto times = [&](int j) { return now.scale[0][j >> 1 & 1] * row_scale(by, chunk, first_token, j); };
 #else
             auto times = [&](int) { return 1.f; };
@@ -292,33 +280,11 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
 #elif NUMBER && GROUP
         for (; i < end; i += 2) {
             const Places now = places;
-            if (i + 2 < count) places.fetch(by, (begin + i + 2) / chunks * CLUSTER + rank, (begin + i + 2) % chunks / 2, outputs, inputs);
-            float part[ACCUMULATORS];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                unsigned middle[2][2];
-#pragma unroll
-                for (int k = 0; k < 4; k++) middle[k >> 1][k & 1] = WHOLE + now.zero[(half * 64 + (k >> 1) * 32) / GROUP][k & 1] * 0x10001u;
-                unsigned(&a)[16] = half ? odd : even;
-                const unsigned x = widened(i + half, a, middle);
-#pragma unroll
-                for (int first = 0; first < 64; first += GROUP < 64 ? GROUP : 64) {
-                    constexpr int STEP = (GROUP < 64 ? GROUP : 64) / 16;
-                    const int input = half * 64 + first, last = input + STEP * 16;
-                    if (input % GROUP == 0)
-#pragma unroll
-                        for (int j = 0; j < ACCUMULATORS; j++) part[j] = 0.f;
-                    products(part, a, x, first / 16, first / 16 + STEP);
-                    if (last % GROUP) continue;
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                    accumulators_fence(part);
-                    const int group = (begin + i) % chunks / 2 * PARTS + input / GROUP;
-#pragma unroll
-                    for (int j = 0; j < ACCUMULATORS; j++) sums[j] += part[j] * (now.scale[input / GROUP][j >> 1 & 1] * row_scale(by, group, first_token, j));
-                }
-                if (GROUP <= 64) release((i + half) % STAGES);
-            }
-            if (GROUP > 64) release(i % STAGES), release((i + 1) % STAGES);
+            if (i + 2 < count) fetch_places(places, by, (begin + i + 2) / chunks * CLUSTER + rank, (begin + i + 2) % chunks / 2, outputs, inputs);
+            const int group = (begin + i) % chunks / 2 * PARTS;
+            multiply_groups(
+                sums, even, odd, now, [&](int half, unsigned (&a)[16], const unsigned (&middle)[2][2]) { return widened(i + half, a, middle); },
+                [&](int part, int j) { return row_scale(by, group + part, first_token, j); }, [&](int half) { release((i + half) % STAGES); });
         }
 #elif NUMBER
         unsigned middle[2][2] = {};
@@ -330,17 +296,14 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
         }
 #endif
         for (int from = i; i < end; i += 2) {
-            products(sums, even, widened(i, even, middle), 0, 4);
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            accumulators_fence(sums);
+            multiply_widened(sums, even, widened(i, even, middle), 0, 4);
+            products_wait<1>(sums);
             if (i > from) release((i - 1) % STAGES);
-            products(sums, odd, widened(i + 1, odd, middle), 0, 4);
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            accumulators_fence(sums);
+            multiply_widened(sums, odd, widened(i + 1, odd, middle), 0, 4);
+            products_wait<1>(sums);
             release(i % STAGES);
         }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        accumulators_fence(sums);
+        products_wait<0>(sums);
         release((end - 1) % STAGES);
 #else
         for (int from = i; i < end; i++) {
@@ -352,8 +315,7 @@ linear_tile(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
             else if (i > from) release((i - 1) % STAGES);
         }
         if (AHEAD) {
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            accumulators_fence(sums);
+            products_wait<0>(sums);
             release((end - 1) % STAGES);
         }
 #endif

@@ -27,7 +27,7 @@ extern "C" __global__ void lay_out(const unsigned char* numbers, unsigned* piece
 #else
             made |= unsigned(row[input]) << at * 8;
             if (NUMBER == E4M3 && (row[input] & 127) == 127)
-                scales[(int64_t)(output / BLOCK) * (GROUP ? inputs / (GROUP ? GROUP : 1) : 1) + (GROUP ? input / (GROUP ? GROUP : 1) : 0)] = not_a_number();
+                scales[first_place(output / height, output % height, height, inputs) + input / SPAN] = not_a_number();
 #endif
         }
     }

@@ -4,7 +4,7 @@
 // behind the other. Lane (g, t) has output g; of each 16 inputs it has 2t, 2t + 1, 2t + 8 and 2t + 9, as operands of `mma` do. Of 8 bits
 // these are bytes 0, 2, 1 and 3 of a word; of 4 bits nibbles 0, 4, 1 and 5 of it for the even 16 inputs, 2, 6, 3 and 7 for the odd ones.
 //
-// Defines: NUMBER (1 E4M3, 2 int8, 3 int4), ACT.
+// Defines: NUMBER (1 E4M3, 2 int8, 3 int4), GROUP (inputs of a scale, 0: all of them), BLOCK (outputs of a scale), ACT.
 #pragma once
 #include "tensor.cuh"
 
@@ -12,6 +12,12 @@
 #define INT8 2
 #define INT4 3
 constexpr int PIECE = NUMBER == INT4 ? 256 : 512, LANE = PIECE / 32;  // bytes
+constexpr int SPAN = GROUP ? GROUP : 1 << 30;  // inputs of a scale
+__device__ __forceinline__ int places_of(int inputs) { return (inputs + SPAN - 1) / SPAN; }  // scales along them
+// The first place of an output of a matrix among the scales and zero points of a stack of matrices of `height` outputs.
+__device__ __forceinline__ int64_t first_place(int64_t matrix, int output, int height, int inputs) {
+    return (matrix * ((height + BLOCK - 1) / BLOCK) + output / BLOCK) * places_of(inputs);
+}
 // The input, within a chunk, of byte or nibble `at` of word `word` of a lane's share.
 __device__ __forceinline__ int input_of(int lane, int word, int at) {
     const int t = lane & 3;

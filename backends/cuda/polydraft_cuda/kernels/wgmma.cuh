@@ -142,6 +142,12 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 // Those since `products_begin` are one group; no more than AHEAD groups are still under way behind it.
 template <int AHEAD>
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(AHEAD) : "memory"); }
+// Until no more than AHEAD groups are under way.
+template <int AHEAD>
+__device__ __forceinline__ void products_wait(float (&sums)[WIDTH / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(AHEAD) : "memory");
+    accumulators_fence(sums);
+}
 // sums += a b.T over a chunk of 64 inputs, both operands in shared memory; as `products_end`.
 template <int AHEAD>
 __device__ __forceinline__ void multiply_chunk(float (&sums)[WIDTH / 2], unsigned a, unsigned b) {
@@ -152,3 +158,14 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[WIDTH / 2], unsigne
     products_end<AHEAD>();
     accumulators_fence(sums);
 }
+#ifdef REGISTERS
+// sums += a b.T over inputs 16 * from to 16 * to of a chunk, `a` in registers: one group, which is to be waited for.
+__device__ __forceinline__ void multiply_widened(float (&sums)[WIDTH / 2], const unsigned* a, unsigned b, int from, int to) {
+    accumulators_fence(sums);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (k >= from && k < to) wgmma(sums, a + k * 4, descriptor(b + k * 32));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+#endif

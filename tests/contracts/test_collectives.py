@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from polydraft.conformance.adequacy import audit
 from polydraft.conformance.collective_checks import checks, together
 from polydraft.conformance.harness import run_golden
 from polydraft.conformance.rank_jobs import terms
-from polydraft.conformance.rank_processes import Other, processes_of
+from polydraft.conformance.rank_processes import Meeting, Other, processes_of
 from polydraft.conformance.target import Target
 from polydraft.contracts import COLLECTIVES, REGISTRY, contract_named
 from polydraft.contracts.base import Contract
 from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.contracts.stacking import stacked
 from polydraft.errors import ContractError, DeviceError
+from polydraft.host.followers import ENDING_S
 from polydraft.plugins.default_backend import default_backend
 from polydraft.ranks import Exchange, Group, Note
 from polydraft.ranks import exchange as exchange_module
@@ -71,6 +73,22 @@ def test_a_process_that_dies_fails_its_check_and_no_other(monkeypatch: pytest.Mo
         assert str(error).startswith("the process of rank 1 ended: SIGKILL, Killed")
     left = [one["x"] for one in ranks.run(*case) if not isinstance(one, Exception)]
     np.testing.assert_array_equal(left, [tree_sum(list(terms(2)))] * 2)
+
+
+@pytest.mark.timeout(60)
+def test_processes_end_with_rank_0_also_while_they_wait_for_it(tmp_path: Path):
+    """A kit that hangs is killed in the middle of a check; ranks that nobody comes to would keep the cores busy for good."""
+    target = {"backend": "reference", "device": "", "files": [], "packs": [], "variants": True, "allow_cpu_fallback": False}
+    one, file = Other(target, 1), tmp_path / "meeting"
+    with file.open("w+b") as memory:
+        Exchange.prepare(memory.fileno(), 2, 1 << 16)
+        exchange = Exchange.over(memory.fileno(), 0, 2, 1 << 16)
+        one.ask((Meeting(0, str(file), 2, 1 << 16, 2.0), "run_sum", {"of": 2}))
+        while not exchange._arrived[1]:
+            time.sleep(0.01)
+        one._pipe.close()
+        assert one._process.wait(ENDING_S) == 0
+        one.end()
 
 
 @pytest.mark.timeout(60)

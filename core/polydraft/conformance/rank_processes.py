@@ -10,6 +10,7 @@ import base64
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,8 @@ class Rank:
         self._target = weakref.ref(target)
         self._opened = self._open()
         self._met: tuple[Meeting, Collectives] | None = None
+        self._exchange: Exchange | None = None
+        self._alone = False
 
     def do(self, meeting: Meeting, job: str, values: Mapping[str, Any]) -> Found | Exception:
         """What a job leaves this rank with, or raises."""
@@ -87,6 +90,9 @@ class Rank:
         """Wait, for as long as it takes, until all ranks have a device: to open one takes longer than ranks wait in checks."""
         with Path(meeting.file).open("r+b") as file:
             exchange = Exchange.over(file.fileno(), self._rank, meeting.size, meeting.capacity, meeting.patience_s)
+        self._exchange = exchange
+        if self._alone:
+            exchange.close()
         try:
             self.close()
             self._opened = self._open()
@@ -99,6 +105,12 @@ class Rank:
         target = self._target()
         assert target is not None, "checks are of a target"
         return target.open(dtype="f32", rank=self._rank)
+
+    def leave(self) -> None:
+        """Wait for no other rank any more, on another thread than this rank's: rank 0 has gone."""
+        self._alone = True  # first of all: another exchange may be joined meanwhile
+        if self._exchange is not None:
+            self._exchange.close()
 
     def close(self) -> None:
         """Close its device."""
@@ -229,12 +241,22 @@ def _said(found: Found | Exception) -> dict[str, Any]:
 
 
 def main(start: str, inside: str) -> None:
-    """Do the jobs that come over standard input, until it is closed."""
+    """Do the jobs that come over standard input, until it is closed: also by the end of rank 0 in the middle of a job, in which
+    this rank would wait for it without end."""
     said = json.loads(start)
     target = Target(**said["target"])
-    rank = Rank(target, said["rank"])
-    with FileIO(0, closefd=False) as pipe, os.fdopen(int(inside), "wb") as answers:
+    rank, jobs = Rank(target, said["rank"]), queue.SimpleQueue[bytes]()
+
+    def deliver() -> None:
+        pipe = FileIO(0, closefd=False)
         while message := read_message(pipe):
+            jobs.put(message)
+        rank.leave()
+        jobs.put(b"")
+
+    threading.Thread(target=deliver, name="jobs", daemon=True).start()
+    with suppress(BrokenPipeError), os.fdopen(int(inside), "wb") as answers:
+        while message := jobs.get():
             meeting, job, values = json.loads(message)
             write_message(answers, json.dumps(_said(rank.do(Meeting(*meeting), job, values))).encode())
     rank.close()

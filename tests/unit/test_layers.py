@@ -65,7 +65,7 @@ def test_launches_of_equal_layers():
     rest = [*BLOCK_LAUNCHES[3:], "residual_add+rms_norm", "linear"]
     first = ["pack_draft_rows", "begin_draft", *combine, *narrowed, *rest]
     assert programs["draft"].describe()[: len(first)] == first
-    later = [*combine, "rms_norm", *BLOCK_LAUNCHES, "residual_add", "select_last_rows", "rms_norm", "linear"]
+    later = [*combine, "rms_norm", *BLOCK_LAUNCHES, "residual_add+rms_norm", "linear"]
     behind = programs["draft"].describe()[len(first) :]
     second = behind.index("advance_draft") + 1
     assert behind[second : second + len(later)] == later

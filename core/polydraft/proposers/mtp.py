@@ -13,8 +13,6 @@ pass up to its keys and values (the keep part), so that the cache has the rows o
 
 from __future__ import annotations
 
-import numpy as np
-
 from polydraft.errors import CapabilityError
 from polydraft.models.block import At, Block, Norm, emit_block, emit_block_rows, narrowed
 from polydraft.models.decoder import HIDDEN, emit_embedding, emit_head, emit_linear, shares
@@ -43,7 +41,7 @@ class MtpProposer:
         return model.mtp.layers if model.mtp else {}
 
     def __init__(self, context: ProposerContext) -> None:
-        model, limits = context.model, context.limits
+        model = context.model
         if model.mtp is None:
             raise CapabilityError(f"proposer 'mtp' needs an MTP head: {model.mtp_note}; use --proposer none")
         self._c, self._mtp = context, model.mtp
@@ -64,7 +62,6 @@ class MtpProposer:
             StepBuffer("draft.logits", "B V", "f32"),
             *shares(model, embedded=("draft.embedded", "R"), logits=("draft.logits", "B")),
             StepBuffer("draft.noise", "B V" if context.stores_noise else "1 V", "f32"),
-            StepBuffer("draft.row_of_seq", "B", initial=np.arange(limits.max_seqs)),  # one row per sequence
         ]
         if context.draft_ids is not None:
             self.buffers += few_buffers("draft.logits", context.draft_ids, model.vocab_share, context.rank)
@@ -118,27 +115,27 @@ class MtpProposer:
             hid_norm=f"{LAYER}.hid_norm", positions=rows.positions, eps=self._norm.eps, plus_one=self._norm.plus_one,
             order=mtp.order, mask_first_position=mtp.mask_first_position, out="draft.combined",
         )  # fmt: skip
-        emit_linear(program, f"{LAYER}.proj", x="draft.combined", out="draft.x", unit=unit, stage=stage)
+        emit_linear(program, f"{LAYER}.proj", x="draft.combined", out=_stream(index), unit=unit, stage=stage)
 
     def _block(self, program: ProgramBuilder, index: int, rows: Pass, stage: str) -> None:
         """The decoder block and the final norm; the newest row of each drafting sequence ends in `draft.last`. In the first pass
         only these rows continue after attention, since the others are needed only for their keys and values. Later passes have
-        one row per sequence, which is copied as well: the next pass overwrites `draft.x` while it reads the recycled state."""
+        one row per sequence, and it lies there from the start."""
 
         def narrow(at: At) -> At:
-            self._select(program, index, "draft.x", "draft.last", stage)
+            self._select(program, "draft.x", "draft.last", stage)
             for name in self._layer.mixer.carried:
-                self._select(program, index, at.scratch[name], f"draft.last_{name}", stage)
+                self._select(program, at.scratch[name], f"draft.last_{name}", stage)
             carried = {name: f"draft.last_{name}" for name in self._layer.mixer.carried}
             return narrowed(at, x="draft.last", unit="seqs", row_slot="draft_slot", **carried)
 
-        whole = index > 0 or LAYER in program.memory.weights  # a block that computes itself needs all rows
+        whole = LAYER in program.memory.weights  # a block that computes itself needs all rows
         emit_block(
-            program, self._layer, self._norm, LAYER, x="draft.x", rows=rows, scratch=self._scratch, stage=stage,
-            narrow=None if whole else narrow,
+            program, self._layer, self._norm, LAYER, x=_stream(index), rows=rows, scratch=self._scratch, stage=stage,
+            narrow=None if index or whole else narrow,
         )  # fmt: skip
-        if whole:
-            self._select(program, index, "draft.x", "draft.last", stage)
+        if whole and not index:
+            self._select(program, "draft.x", "draft.last", stage)
         weight = f"{LAYER}.final_norm" if self._mtp.final_norm == "own" else "norm"
         self._norm.emit(program, weight, x="draft.last", out="draft.last_normed", unit="seqs", stage=stage)
 
@@ -146,10 +143,9 @@ class MtpProposer:
         return "draft.last" if self._mtp.recycle == "pre" else "draft.last_normed"
 
     @staticmethod
-    def _select(program: ProgramBuilder, index: int, rows: str, out: str, stage: str) -> None:
+    def _select(program: ProgramBuilder, rows: str, out: str, stage: str) -> None:
         """The newest row of each drafting sequence."""
-        where = {} if index == 0 else {"positions": "draft_position", "seq_start": "draft.row_of_seq"}
-        program.add("select_last_rows", "seqs", stage, hidden=rows, out=out, **where)
+        program.add("select_last_rows", "seqs", stage, hidden=rows, out=out)
 
     def _choose(self, program: ProgramBuilder, index: int, stage: str) -> None:
         """Logits, one token per sequence by the target's own rule, and the inputs of the next pass. Noise is that of
@@ -162,3 +158,8 @@ class MtpProposer:
             noise="draft.noise", unit="seqs", stage=stage,
         )  # fmt: skip
         program.add("advance_draft", "seqs", stage, pass_index=index)
+
+
+def _stream(index: int) -> str:
+    """The residual stream of a pass: of the target's rows first, then of one row a sequence."""
+    return "draft.last" if index else "draft.x"

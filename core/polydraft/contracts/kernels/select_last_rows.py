@@ -23,7 +23,7 @@ class SelectLastRowsV1(Args):
 
     A sequence packed from row `seq_start` holds consecutive positions, so the wanted row is
     seq_start + draft_position - positions[seq_start]; rows of rejected drafts may follow it. The draft's first pass has the
-    target's rows and their positions; behind each later one there is one row and one position a sequence.
+    target's rows and their positions; later ones have one row a sequence, of which none is selected.
     """
 
     hidden: Buffer = tensor("R H", "act", "Hidden rows of the packed pass.")
@@ -80,7 +80,7 @@ def cases() -> Iterator[Case]:
 
 
 def _later_pass() -> Case:
-    """As behind the first pass: one row a sequence, in a buffer that has more of them than there are positions."""
+    """One row a sequence, in a buffer that has more of them than there are positions."""
     case = _case("one_row_a_sequence", [(2, 7, 1, 1), (-1, 0, 1, 0), (0, 5, 1, 1)], 3, capacity=1)
     return replace(case, arrays={**case.arrays, "positions": case.arrays["positions"][:4]})
 

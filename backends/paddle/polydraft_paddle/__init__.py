@@ -40,7 +40,7 @@ NO_RANKS = ("polycuda",)
 """Kinds of place whose runtime has no collectives."""
 KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
 """A function of a module of kernels. One that is called like a contract is its kernel."""
-COMPOSITES = ("pack_rows+pack_logit_rows", "residual_add+rms_norm")
+COMPOSITES = ("pack_rows+pack_logit_rows", "residual_add+rms_norm", "verify_match+commit_window")
 """What it serves besides."""
 Evidence = Literal["silicon", "custom device", "double only"]
 EVIDENCE: dict[str, tuple[Evidence, str]] = {

@@ -392,12 +392,10 @@ def gather_rows(a: Any, n: int) -> None:
 
 
 def select_last_rows(a: Any, n: int) -> None:
-    """Each drafting sequence's newest committed row; zero rows elsewhere."""
-    active, row = carried(part(a.draft_slot, 0, n)), part(a.seq_start, 0, n)
-    if a.positions is not a.draft_position:  # else there is one row a sequence, which is its newest
-        start = choose(active, row, 0)
-        row = direct.add(start, direct.subtract(part(a.draft_position, 0, n), take(a.positions, start)))
-    _pick_rows(a.out, n, a.hidden, active, row)
+    """Each drafting sequence's newest committed row; zero rows elsewhere. A sequence without rows may begin behind them all."""
+    start = part(a.seq_start, 0, n)
+    row = direct.add(start, direct.subtract(part(a.draft_position, 0, n), take(and_behind(a.positions), start)))
+    _pick_rows(a.out, n, a.hidden, carried(part(a.draft_slot, 0, n)), row)
 
 
 def combine_draft_inputs(a: Any, n: int) -> None:

@@ -338,12 +338,7 @@ def verify_match(a: Any, n: int) -> None:
     columns = direct.unsqueeze(numbers(width, slots), [0])
     places = within(direct.add(direct.unsqueeze(part(a.logit_start, 0, n), [1]), columns), a.choices.shape[0])
     choices = direct.reshape(take(a.choices, direct.reshape(places, [-1])), [n, width])
-    if width > 1:
-        verified = direct.less_than(part(numbers(width, slots), 0, width - 1), direct.unsqueeze(part(a.drafted, 0, n), [1]))
-        match = both(direct.equal(choices[:, :-1], take(a.drafts, safe)), verified)
-        into(a.accepted, n, direct.sum, paddle.cumprod(as_int(match), dim=1), [1], paddle.int32, False)
-    else:
-        put(part(a.accepted, 0, n), constant(0, length))
+    put(part(a.accepted, 0, n), _matches(choices, take(a.drafts, safe), part(a.drafted, 0, n)))
     into(a.window_len, n, direct.minimum, part(a.accepted, 0, n) + 1, length)
     put_chosen(a.window, n, direct.less_than(columns, direct.unsqueeze(part(a.window_len, 0, n), [1])), choices, NO_TOKEN)
 
@@ -372,76 +367,137 @@ class Ends:
         return emitted, looked_at, why
 
 
-def commit_window(a: Any, limits: Limits) -> Run:
-    """Slot by slot, whose sequence is looked for: find where the window ends, file the tokens before it, move length and
-    phase."""
-    del limits
-    (num_slots, room), width, num_seqs = a.tokens.shape, a.window.shape[1], a.slot_order.shape[0]
-    place = a.tokens.place
-    ends = Ends(num_slots, width, place)
-    sums = Linear(
-        ("prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "seq_len", SLOT_ID, ONE),
-        (
-            {PREFILL: {"kv_len": 1, "seq_len": 1}, OTHERS: {"kv_len": 1}},  # rows of prompts are committed whatever follows
-            {PREFILL: {"prefill_len": 1, "kv_len": -1, "seq_len": -1}, DECODE: {}, OTHERS: {ONE: 1}},  # rows to go
-            {phase: {"max_total": 1, "prompt_len": -1, "num_generated": -1} for phase in (PREFILL, DECODE)} | {OTHERS: {ONE: 1}},
-            {phase: KNOWN | {SLOT_ID: room} for phase in (PREFILL, DECODE)} | {OTHERS: {SLOT_ID: room, ONE: 1}},
-            {DECODE: {ONE: 1}},
-        ),
-        num_slots,
-        place,
-    )
-    (nothing,) = singles(place, 0)
-    after = paddle.to_tensor(np.array([DECODE if f == Finish.NONE else FINISHED for f in Finish], np.int32), place=place)
-    end, start = num_seqs, numbers(num_slots + 1, a.phase)
-    nowhere = constant(end, start)
+class Commit:
+    """Commits windows slot by slot, looking for the sequence of each. `a`: the record of `commit_window`; `columns`, `wanted`:
+    what is added up of a slot besides (`Linear`)."""
 
-    def run(n: int) -> None:
-        if not n:
-            return
-        key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), num_slots)
-        row = part(direct.put_along_axis(nowhere, key, numbers(n, key), 0, "assign", True), 0, num_slots)
-        rows, size = (
-            flat(part(t, i, i + 1))
-            for t in (direct.gather(beside((nothing, nothing), a.seq_len, a.window_len), row, 1),)
-            for i in (0, 1)
+    def __init__(self, a: Any, columns: tuple[str, ...] = (), wanted: Wanted = ()) -> None:
+        (num_slots, room), place, judged = a.tokens.shape, a.tokens.place, (PREFILL, DECODE)
+        self._a, self._num_slots, self._room = a, num_slots, room
+        self._ends = Ends(num_slots, a.window.shape[1], place)
+        self._sums = Linear(
+            ("prompt_len", "num_generated", "kv_len", "prefill_len", "max_total", "seq_len", SLOT_ID, ONE, *columns),
+            (
+                {PREFILL: {"kv_len": 1, "seq_len": 1}, OTHERS: {"kv_len": 1}},  # rows of prompts are committed whatever follows
+                {PREFILL: {"prefill_len": 1, "kv_len": -1, "seq_len": -1}, DECODE: {}, OTHERS: {ONE: 1}},  # rows to go
+                {phase: {"max_total": 1, "prompt_len": -1, "num_generated": -1} for phase in judged} | {OTHERS: {ONE: 1}},
+                {phase: KNOWN | {SLOT_ID: room} for phase in judged} | {OTHERS: {SLOT_ID: room, ONE: 1}},
+                {DECODE: {ONE: 1}},
+                *wanted,
+            ),
+            num_slots,
+            place,
         )
-        window = take(and_behind(a.window), row)
-        phase = choose(above(rows, 0), a.phase, int(Phase.IDLE))
-        found = sums.by_slot(SimpleNamespace(**vars(a) | {"seq_len": rows}), phase)
-        kv_len, to_go, left, begin, decode = (flat(part(found, i, i + 1)) for i in range(5))
+        self._count = 5 + len(wanted)
+        (self._nothing,) = singles(place, 0)
+        after = [DECODE if reason == Finish.NONE else FINISHED for reason in Finish]
+        self._after = paddle.to_tensor(np.array(after, np.int32), place=place)
+        self._nowhere = constant(a.slot_order.shape[0], numbers(num_slots + 1, a.phase))
+
+    def sequences(self, n: int, *columns: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Of each of `n` sequences its slot, [n] int32, the number of slots where it has no rows. Of each slot its sequence, [B],
+        the number of sequences where it has none, and what `columns` [B] say of that, 0 where there is none."""
+        a = self._a
+        key = choose(above(part(a.seq_len, 0, n), 0), part(a.slot_order, 0, n), self._num_slots)
+        row = part(direct.put_along_axis(self._nowhere, key, numbers(n, key), 0, "assign", True), 0, self._num_slots)
+        found = direct.gather(beside((self._nothing,) * len(columns), *columns), row, 1)
+        return key, row, tuple(flat(part(found, i, i + 1)) for i in range(len(columns)))
+
+    def sums(self, **by_slot: Tensor) -> tuple[Tensor, ...]:
+        """What is added up of each slot, [B] each, of which the first five are for `commit`. `by_slot`: columns that are by
+        sequence in the record, "seq_len" among them."""
+        a = self._a
+        phase = choose(above(by_slot["seq_len"], 0), a.phase, int(Phase.IDLE))
+        found = self._sums.by_slot(SimpleNamespace(**vars(a) | by_slot), phase)
+        return tuple(flat(part(found, i, i + 1)) for i in range(self._count))
+
+    def commit(self, window: Tensor, size: Tensor, sums: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Find where windows [B, W] of `size` tokens end, file the tokens before it, move length and phase. Returns how many
+        tokens count, and in a decode round, [B] int32; and which, bool [B, W]."""
+        a = self._a
+        kv_len, to_go, left, begin, decode = sums
         committed = equals(to_go, 0)
         limit = masked(direct.minimum(size, left), committed)
-        until, looked_at, why = ends.of(window, a.stop_tokens)
+        until, looked_at, why = self._ends.of(window, a.stop_tokens)
         emitted = direct.minimum(until, limit)
         full = direct.equal(emitted, left)
         reason = choose(full, constant(int(Finish.LENGTH), size), int(Finish.NONE))
         reason = direct.where(direct.less_equal(looked_at, limit), why, reason)
         verified = direct.multiply(emitted, decode)
 
-        _append(begin, emitted, window)
+        kept = self._append(begin, emitted, window)
         in_place(direct.add_, a.num_generated, emitted)
-        into(a.kv_len, num_slots, direct.add, kv_len, verified)
-        write_where(a.phase, committed, take(after, reason))
-        into(a.finish, num_slots, direct.maximum, a.finish, reason)
+        into(a.kv_len, self._num_slots, direct.add, kv_len, verified)
+        write_where(a.phase, committed, take(self._after, reason))
+        into(a.finish, self._num_slots, direct.maximum, a.finish, reason)
+        return emitted, verified, kept
 
-        of = direct.concat([emitted, nothing, verified, nothing], 0)
-        into(a.out_len, n, direct.gather, part(of, 0, num_slots + 1), key, 0)
+    def _append(self, begin: Tensor, emitted: Tensor, window: Tensor) -> Tensor:
+        """Write the first `emitted` [B] tokens of `window` [B, W] from place `begin` [B] of all tokens on. The others go to the
+        last place behind all. Returns which are written."""
+        here = direct.unsqueeze(numbers(window.shape[1], begin), [0])
+        kept = direct.less_than(here, direct.unsqueeze(emitted, [1]))
+        to = choose(kept, direct.add(direct.unsqueeze(begin, [1]), here), (self._num_slots + 1) * self._room - 1)
+        in_place(direct.put_along_axis_, flat(and_behind(self._a.tokens)), flat(to), flat(window), 0, "assign", True)
+        return kept
+
+
+def commit_window(a: Any, limits: Limits) -> Run:
+    """The windows of slots, then what they came to by sequence."""
+    del limits
+    width, commit, nobody = a.window.shape[1], Commit(a), singles(a.phase.place, 0, 0)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        key, row, (rows, size) = commit.sequences(n, a.seq_len, a.window_len)
+        emitted, verified, _ = commit.commit(take(and_behind(a.window), row), size, commit.sums(seq_len=rows))
+        of = beside(nobody, emitted, verified)
+        into(a.out_len, n, direct.gather, flat(part(of, 0, 1)), key, 0)
         columns = direct.less_than(direct.unsqueeze(numbers(width, key), [0]), direct.unsqueeze(part(a.out_len, 0, n), [1]))
         put_chosen(a.out_tokens, n, columns, part(a.window, 0, n), NO_TOKEN)
-        verified = take(part(of, num_slots + 1, 2 * num_slots + 2), key)
-        into(a.out_accepted, n, direct.minimum, part(a.accepted, 0, n), verified)
-
-    def _append(begin: Tensor, emitted: Tensor, window: Tensor) -> None:
-        """Write the first `emitted` [B] tokens of `window` [B, W] from place `begin` [B] of all tokens on. The others go to the
-        last place behind all."""
-        here = direct.unsqueeze(numbers(width, begin), [0])
-        kept = direct.less_than(here, direct.unsqueeze(emitted, [1]))
-        to = choose(kept, direct.add(direct.unsqueeze(begin, [1]), here), (num_slots + 1) * room - 1)
-        tokens = flat(and_behind(a.tokens))
-        in_place(direct.put_along_axis_, tokens, flat(to), flat(window), 0, "assign", True)
+        into(a.out_accepted, n, direct.minimum, part(a.accepted, 0, n), take(flat(part(of, 1, 2)), key))
 
     return run
+
+
+def verify_and_commit(a: Any, limits: Limits) -> Run:
+    """Composite `verify_match+commit_window`: a window is a run of choices, looked at slot by slot as well."""
+    del limits
+    verify, a = a.parts
+    width, place = verify.drafts.shape[1], a.tokens.place
+    commit = Commit(a, ("logit_len",), ({DECODE: {"logit_len": 1, ONE: -1}, OTHERS: {ONE: -1}},))  # drafts that were verified
+    nobody, no_tokens = singles(place, 0, 0, -1), paddle.full([1, width + 1], NO_TOKEN, "int32")
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        key, _, (rows, length, start) = commit.sequences(n, a.seq_len, verify.logit_len, verify.logit_start)
+        columns = direct.unsqueeze(numbers(width + 1, key), [0])
+        places = within(direct.add(direct.unsqueeze(start, [1]), columns), verify.choices.shape[0])
+        window = direct.reshape(take(verify.choices, flat(places)), places.shape)
+        *sums, drafted = commit.sums(seq_len=rows, logit_len=length)
+        accepted = _matches(window, verify.drafts, drafted)
+        size = direct.minimum(accepted + 1, length)
+        emitted, verified, kept = commit.commit(window, size, tuple(sums))
+        of = beside(nobody, emitted, direct.minimum(accepted, verified), drafted)
+        for i, column in enumerate((a.out_len, a.out_accepted, verify.drafted)):
+            into(column, n, direct.gather, flat(part(of, i, i + 1)), key, 0)
+        tokens = direct.concat([choose(kept, window, NO_TOKEN), no_tokens], 0)
+        into(a.out_tokens, n, direct.gather, tokens, key, 0)
+
+    return run
+
+
+def _matches(choices: Tensor, drafts: Tensor, drafted: Tensor) -> Tensor:
+    """How many of the first `drafted` [n] of `drafts` [n, K] are those chosen, up to the first that differs, int32 [n]; `choices`
+    has one more a row."""
+    width = drafts.shape[1]
+    if not width:
+        return constant(0, drafted)
+    verified = direct.less_than(numbers(width, drafted), direct.unsqueeze(drafted, [1]))
+    match = both(direct.equal(choices[:, :-1], drafts), verified)
+    return direct.sum(paddle.cumprod(as_int(match), dim=1), [1], paddle.int32, False)
 
 
 def snapshot_output(a: Any, limits: Limits) -> Run:
@@ -619,5 +675,6 @@ KERNELS: dict[str, Kernel] = {
         force_choices, verify_match, draft_ngram, align_drafts, splice_drafts,
     )},
     "pack_rows+pack_logit_rows": pack_both,
+    "verify_match+commit_window": verify_and_commit,
 }  # fmt: skip
 """Contract name to kernel."""

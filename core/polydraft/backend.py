@@ -281,7 +281,8 @@ class PassBuffers:
     row_slot: Buffer
     """[N] int32: slot of each row, PAD_SLOT for none."""
     positions: Buffer
-    """[N] int32: absolute position of each row."""
+    """[N] int32: absolute position of each row. A draft's pass that has the target's is over the target's rows of the same step:
+    the slot of each is what it was there, or negative."""
     block_table: Buffer
     """[B, MB] int32."""
 

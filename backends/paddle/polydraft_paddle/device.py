@@ -108,6 +108,8 @@ class PaddleDevice:
         """What a kernel pack that serves every kernel puts in place of what is done here: something with `allocate_cache` as of a
         kernel table, `init_forward_meta(buffers, limits)`, `upload` and `download(stream, to, source, nbytes)` by address, and
         `close()`."""
+        self.target_pass: Any = None
+        """Forward metadata of the target's pass."""
         self.before_wait: Callable[[Callable[[], bool]], None] = _nothing
         """Called before the host waits for the device, with what says whether it still has to."""
         self.after_wait: Callable[[], None] = _nothing

@@ -31,6 +31,15 @@ class PaddleForwardMeta:
         self._kept = Kept()
         self._shared: dict[tuple[int, ...], Any] = {}
         self.layout: HostLayout | RowLayout | None = None
+        self._target: PaddleForwardMeta | None = None
+        """That of the target's pass where this one is over its rows."""
+        self._over: list[PaddleForwardMeta] = []
+        """Those of passes over the rows of this one."""
+        if buffers.role == "target":
+            device.target_pass = self
+        elif device.target_pass is not None and device.target_pass._tensors[1] is self._tensors[1]:
+            self._target = device.target_pass
+            self._target._over.append(self)
 
     def zeros(self, *shape: int) -> Any:
         """A float32 tensor of this shape that the layers of the pass share, one after the other; zero where none has written."""
@@ -45,7 +54,11 @@ class PaddleForwardMeta:
         use(self._device.spec)
         if not self._arrays:
             row_slot, positions, block_table = self._tensors
-            self.layout = RowLayout(row_slot[:n], positions[:n], block_table, self._limits.block_size)
+            before = self._target.layout if self._target else None
+            assert before is None or isinstance(before, RowLayout)
+            self.layout = RowLayout(row_slot[:n], positions[:n], block_table, self._limits.block_size, before)
+            for one in self._over:
+                one.layout = None  # and with it what this pass had found before
             return
         self._device.counters.launches += 1
         row_slot, positions, block_table = self._arrays

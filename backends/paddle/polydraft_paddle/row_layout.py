@@ -109,11 +109,14 @@ def _joined(*parts: Tensor) -> Tensor:
 
 
 class RowLayout:
-    """Of rows with `row_slot` and `positions` [n] over `block_table` [B, MB], all int32."""
+    """Of rows with `row_slot` and `positions` [n] over `block_table` [B, MB], all int32. `before`: the layout of these rows when
+    some that carry nothing now carried something still; what it has found holds for the others."""
 
-    def __init__(self, row_slot: Tensor, positions: Tensor, block_table: Tensor, block_size: int) -> None:
+    def __init__(
+        self, row_slot: Tensor, positions: Tensor, block_table: Tensor, block_size: int, before: RowLayout | None = None
+    ) -> None:
         self._slots, self._table, self._size = row_slot, block_table, block_size
-        self._positions = positions
+        self._positions, self._before = positions, before
         self._found: dict[tuple[Any, ...], Any] = {}
         self.rotated: Tensor | None = None
         """Where the layer at hand has put its queries: there rows that carry nothing are zero."""
@@ -130,8 +133,8 @@ class RowLayout:
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Of rows that carry nothing 0; int32 [n]."""
-        return choose(self._carries, self._positions, 0)
+        """Of rows that carry nothing any; int32 [n]."""
+        return self._before.positions if self._before else choose(self._carries, self._positions, 0)
 
     def carries(self, width: int) -> Tensor:
         """Which rows carry something, bool [n, width]."""
@@ -142,6 +145,8 @@ class RowLayout:
 
     def turns(self, turns: Turns) -> tuple[Tensor, Tensor]:
         """The pieces that heads are made of (`Turns.of`), and the factors of both elements and partners, [N, 2, D] float32."""
+        if self._before:
+            return self._before.turns(turns)
         index, rows = turns.of(self._slots.shape[0])
         key = id(turns.table), rows.shape[0], "turns"
         if key not in self._found:
@@ -151,6 +156,8 @@ class RowLayout:
 
     def angles(self, angles: Angles) -> tuple[Tensor, Tensor]:
         """Sines and cosines of each head of the rows, [n * heads, D] float32 each."""
+        if self._before:
+            return self._before.angles(angles)
         key = id(angles), "angles"
         if key not in self._found:
             of = direct.reshape(direct.maximum(direct.unsqueeze(self.positions, [1]), angles.least), [-1])
@@ -172,7 +179,9 @@ class RowLayout:
     # -- places ------------------------------------------------------------------------------------
     def _places(self, units: int) -> Tensor:
         """Places of the keys of each row's slot in a cache that is read in so many pieces a row, int32 [n, C]; negative where no
-        block is granted, and of rows that carry nothing."""
+        block is granted, and of rows that carried nothing from the start."""
+        if self._before:
+            return self._before._places(units)
         key = "places", units
         if key not in self._found:
             slots = choose(self._carries, self._slots, self._table.shape[0])
@@ -188,16 +197,24 @@ class RowLayout:
         key are before those of the value, and in front of them are the others of `spread`, which go nowhere."""
         key = "to", id(spread)
         if key not in self._found:
-            pieces = direct.add(direct.unsqueeze(self._destination(cache), [1, 2]), spread.pieces)
+            pieces = direct.add(direct.unsqueeze(self._destination(cache.units), [1, 2]), spread.pieces)
             pieces = direct.maximum(pieces, spread.least)
             self._found[key] = direct.reshape(pieces, [-1, pieces.shape[2]])
         found: Tensor = self._found[key]
         return found
 
-    def _destination(self, cache: CacheRows) -> Tensor:
-        """The place in `cache` that each row goes to, int32 [n]; negative where it goes nowhere."""
-        n, context = (places := self._places(cache.units)).shape
-        return take(direct.reshape(places, [-1]), direct.add(multiples(n, context, self._slots), self.positions))
+    def _destination(self, units: int) -> Tensor:
+        """The place that each row goes to in a cache of so many pieces a row, int32 [n]; negative where it goes nowhere."""
+        key = "at", units
+        if key not in self._found:
+            if self._before:
+                self._found[key] = choose(self._carries, self._before._destination(units), -units)
+            else:
+                n, context = (places := self._places(units)).shape
+                index = direct.add(multiples(n, context, self._slots), self.positions)
+                self._found[key] = take(direct.reshape(places, [-1]), index)
+        found: Tensor = self._found[key]
+        return found
 
     # -- attention ---------------------------------------------------------------------------------
     def keys(self, cache: CacheRows, row_bytes: int, heads: tuple[int, int], reach: int) -> list[Keys]:
@@ -252,6 +269,8 @@ class RowLayout:
     def _visible(self, reach: int) -> Tensor:
         """Which keys each row attends to, bool [n, C]; those that carry nothing to none."""
         key = "visible", reach
+        if key not in self._found and self._before:
+            self._found[key] = both(self._before._visible(reach), direct.unsqueeze(self._carries, [1]))
         if key not in self._found:
             place = direct.unsqueeze(numbers(self._table.shape[1] * self._size, self._slots), [0])
             position = direct.unsqueeze(self.positions, [1])

@@ -791,6 +791,31 @@ def test_texts_and_rounds_are_those_of_one(model: str, graph: str, drafts: int, 
 
 
 @on_a_gpu
+@pytest.mark.parametrize(
+    ("model", "drafts", "graph", "options"),
+    [("narrow", 3, "decode", {}), ("sparse-glm", 5, "off", {"expert_parallel": True}), ("sparse-ernie", 0, "decode", {})],
+)
+def test_four_ranks_that_share_a_gpu_write_what_one_writes(model: str, drafts: int, graph: str, options: dict[str, Any]):
+    """With new weights as well, which rank 0 reads or has in memory; a rank that dies then ends all."""
+    moved = tiny.checkpoint(tiny.moved(model))
+    with over(1, model, draft_tokens=drafts, graph=graph) as alone:
+        wanted = [dict(essence(one)) for one in drive(alone, asks(model))]
+        alone.update_weights(moved)
+        wanted += [dict(essence(one)) for one in drive(alone, asks(model))]
+    with over(4, model, draft_tokens=drafts, graph=graph, device="cuda:0,0,0,0", **options) as running:
+        found = [dict(essence(one)) for one in drive(running, asks(model))]
+        running.update_weights(moved)
+        found += [dict(essence(one)) for one in drive(running, asks(model))]
+        assert found == wanted
+        assert running._followers is not None
+        channel = running._followers._channels[2]
+        assert isinstance(channel, ProcessChannel)
+        os.kill(channel._process.pid, signal.SIGKILL)
+        assert {output.finish_reason for output in run(running)} == {"error"}
+        assert running.failure.startswith("rank 3 (process ")
+
+
+@on_a_gpu
 @on_two
 def test_experts_that_a_rank_keeps_whole():
     options = {"draft_tokens": 3, "expert_parallel": True}

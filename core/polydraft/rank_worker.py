@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import signal
 import sys
 from contextlib import suppress
 from io import FileIO
@@ -34,7 +33,6 @@ def opened(function: str, text: str) -> Checkpoint:
 
 def main() -> int:
     """Build the engine of this rank and follow. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal, and rank 0 decides
     pipe = FileIO(0, closefd=False)  # not `sys.stdin`, which is buffered (`read_message`)
     start = json.loads(read_message(pipe))
     rank, size = start["rank"], start["size"]

@@ -219,9 +219,10 @@ def test_nobody_waits_for_ever_for_a_rank_that_takes_nothing(data: tuple[bytes, 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="this system does not say that a process was stopped")
 def test_a_process_that_is_stopped_is_named_once_it_does_not_go_on(monkeypatch: pytest.MonkeyPatch):
-    """Where nobody waits for it in a step, too."""
+    """Where nobody waits for it in a step, too. Ctrl-C and Ctrl-Z do not reach it."""
     with channel_to(SLEEPS, monkeypatch, 2.0) as (sending, exchange):
         process = sending._process.pid
+        assert os.getsid(process) == process != os.getsid(0)
         for _ in range(4):
             os.kill(process, signal.SIGSTOP)
             time.sleep(0.2)

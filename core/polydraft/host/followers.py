@@ -382,8 +382,8 @@ class ProcessChannel:
 
     def __init__(self, rank: int, exchange: Exchange, start: Mapping[str, Any], memory: int) -> None:
         self._rank, self._exchange, self._ending, self._box = rank, exchange, False, exchange.mailbox(rank)
-        self._process = subprocess.Popen(  # noqa: S603  this interpreter
-            running(WORKER), stdin=subprocess.PIPE, bufsize=0, pass_fds=(memory,)
+        self._process = subprocess.Popen(  # noqa: S603  this interpreter, which Ctrl-C does not reach: rank 0 decides
+            running(WORKER), stdin=subprocess.PIPE, bufsize=0, pass_fds=(memory,), start_new_session=True
         )
         assert self._process.stdin is not None, "it was asked for"
         self._pipe = PatientPipe(self._process.stdin, self._bear)

@@ -172,8 +172,11 @@ class Engine:
             self._build(needs, features, loading)
         except BaseException as error:
             if self._followers is not None:
+                ended = self._followers.group.exchange.failure
                 self._followers.abandon(said(0, error))
                 self._followers.end()
+                if ended and isinstance(error, PolydraftError):  # which a kernel that met it may have put into other words
+                    raise DeviceError(ended) from error
             raise
 
     def _start_followers(self, backend: object | None, checkpoint: Checkpoint | None) -> Followers:

@@ -390,6 +390,14 @@ def test_collectives_that_cannot_be_captured_lie_between_graphs():
     running.close()
 
 
+@pytest.mark.parametrize(
+    ("query", "words"), [("ranks=dead@1:1", "rank 1 failed: .*was lost"), ("ranks=stall@1:2", "rank 1 did not come to collective")]
+)
+def test_what_happens_in_launches_of_the_warm_up_is_told_in_the_same_words(query: str, words: str):
+    with soon(), pytest.raises(DeviceError, match=rf"^{words}.*; every rank ends here, start the engine again$"):
+        emulated_ranks(query, graph="decode", graph_sizes=(1, 3))
+
+
 def test_an_unknown_behaviour_is_refused():
     with pytest.raises(ConfigError, match="emulator option ranks has 'early', wanted late, stall@RANK:N, dead@RANK:N or skip"):
         emulated_ranks("ranks=early")

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -957,10 +957,12 @@ class Engine:
             reason = "" if error is None else said(self.group.rank, error)
             reason, found = self.group.exchange.agree(reason, found)
         except BaseException as ended:
-            if self._followers is not None:
-                self._recover(str(ended))
-            else:
+            if self._followers is None:
                 self.group.exchange.fail(said(self.group.rank, ended))
+                raise
+            self._recover(str(ended))
+            if isinstance(ended, PolydraftError):  # a kernel that met it may have put it into other words
+                raise DeviceError(self.failure) from ended
             raise
         if error is not None:
             raise error
@@ -988,8 +990,11 @@ class Engine:
                             followers.give_share(rank, name, value)
             yield
         except BaseException:
-            with suppress(DeviceError):
+            try:
                 followers.drop_weights()
+            except DeviceError as ended:
+                if not self.failure:
+                    self._recover(str(ended))
             raise
 
     # -- weights of a rank beside rank 0, which are new when rank 0 says so (`host.followers.Rank`) ----

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,35 @@ def test_a_process_that_dies_meanwhile_ends_the_engine(when: str, monkeypatch: p
         assert (output.id, output.finish_reason) == (request, "error")
         assert output.error == running.failure
         with pytest.raises(DeviceError, match="every rank ends here"):
+            running.update_weights(source(MODEL, "directory"))
+
+
+def test_an_engine_whose_rank_ends_before_it_is_given_its_share_takes_no_requests():
+    with split(MODEL, 2, draft_tokens=2) as running:
+        request = begun(running)
+        assert running._followers is not None
+        with suppress(DeviceError):
+            running._followers.group.exchange.fail("rank 1 ended")
+        with pytest.raises(DeviceError, match=r"^rank 1 ended; every rank ends here"):
+            running.update_weights(source(MODEL, "arrays"))
+        with pytest.raises(DeviceError, match=r"^rank 1 ended; every rank ends here"):
+            running.add(PROMPT, PARAMS)
+        assert [(output.id, output.error) for output in running.poll()] == [(request, running.failure)]
+
+
+def test_what_ends_the_ranks_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch):
+    """Where a launch meets it while ranks are given new weights."""
+    with split(MODEL, 2, draft_tokens=2) as running:
+        assert running._followers is not None
+        exchange = running._followers.group.exchange
+
+        def fail() -> None:
+            with suppress(DeviceError):
+                exchange.fail("rank 1 ended")
+            raise DeviceError(f"kernel all_reduce failed ({exchange.failure}); ask again")
+
+        monkeypatch.setattr(running.device, "synchronize", fail)
+        with pytest.raises(DeviceError, match=r"^rank 1 ended; every rank ends here, start the engine again$"):
             running.update_weights(source(MODEL, "directory"))
 
 

@@ -473,6 +473,23 @@ def test_where_ranks_meet_has_no_name():
 
 @NATIVE
 @pytest.mark.deep
+@pytest.mark.parametrize("closed", ["0<&-", "0<&- 1<&- 2<&-"])
+def test_a_process_without_standard_files_has_ranks(closed: str, tmp_path: Path):
+    """As some that start services leave it; what ranks meet in then has the number of one of these."""
+    script = (
+        "import sys\nfrom polydraft import LLM\n"
+        "LLM(model=sys.argv[1], backend='cpu', tensor_parallel=2, draft_tokens=2, device='cpu?threads=1').close()\n"
+        "open(sys.argv[2], 'w').write('closed')"
+    )
+    done = tmp_path / "done"
+    command = ["/bin/sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", script, str(tiny.checkpoint("narrow")), str(done)]
+    with soon():
+        subprocess.run(command, timeout=60, check=False)
+    assert done.read_text() == "closed"
+
+
+@NATIVE
+@pytest.mark.deep
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
 def test_ranks_that_join_end_when_rank_0_dies(after_s: float):
     """However far it has come."""

@@ -7,6 +7,7 @@ exchange within launches; whatever goes wrong with one of them is said in the pl
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
@@ -470,9 +471,12 @@ class ProcessChannel:
 def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[str, Any]) -> Followers:
     """Start `size` - 1 ranks as processes, as `start_threads` does. `start`: what they need to know besides how ranks meet, as
     JSON has it."""
-    with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:  # gone from its folder, and kept by who maps it
-        Exchange.prepare(file.fileno(), size, capacity)
-        exchange = Exchange.over(file.fileno(), 0, size, capacity, patience_s)
+    with ExitStack() as kept:  # gone from its folder, and kept by who maps it
+        file = kept.enter_context(tempfile.TemporaryFile(dir=SHARED if os.access(SHARED, os.W_OK) else None))
+        memory = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)  # a process without standard input would have it in that place
+        kept.callback(os.close, memory)
+        Exchange.prepare(memory, size, capacity)
+        exchange = Exchange.over(memory, 0, size, capacity, patience_s)
         known = {**start, "size": size, "capacity": capacity}
-        channels = [ProcessChannel(rank, exchange, known, file.fileno()) for rank in range(1, size)]
+        channels = [ProcessChannel(rank, exchange, known, memory) for rank in range(1, size)]
     return Followers(Group(0, size, exchange), channels)

@@ -46,7 +46,13 @@ NATIVE = pytest.mark.skipif(default_backend().name != "cpu", reason="the CPU bac
 
 
 def texts(running: Engine, model: str) -> list[dict[str, Any]]:
-    return [dict(essence(output)) for output in served(running, model)]
+    """What becomes of the requests, behind preemption, prefix hits and an abort."""
+    preempted, hits = running.scheduler.num_preemptions, running.ledger.num_hits
+    found = [dict(essence(output)) for output in served(running, model)]
+    assert running.scheduler.num_preemptions > preempted
+    assert running.ledger.num_hits > hits
+    assert [one["finish_reason"] for one in found].count("abort") == 1
+    return found
 
 
 @pytest.mark.parametrize(("model", "ranks", "drafts"), among(CASES, MORE))
@@ -54,8 +60,6 @@ def test_texts_and_rounds_are_those_of_one_rank(model: str, ranks: int, drafts: 
     with split(model, ranks, draft_tokens=drafts) as running:
         assert running.resolved.ranks == ranks
         assert texts(running, model) == on_one_rank(model, drafts)
-        assert running.scheduler.num_preemptions > 0
-        assert running.ledger.num_hits > 0
 
 
 def test_how_ranks_meet_is_told_where_there_is_a_choice(monkeypatch: pytest.MonkeyPatch):
@@ -118,6 +122,24 @@ def test_the_emulator(schedule: str, graph: str):
     alone = emulated(f"seed=5&{schedule}", "narrow", draft_tokens=3, **options)
     assert texts(running, "narrow") == texts(alone, "narrow")
     running.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "drafts"), among([], [(m, r, k) for m, r, k in MORE if m in ("narrow", "sparse-glm", "sparse-ernie")])
+)
+def test_the_emulator_with_more_ranks_drafts_and_models(model: str, ranks: int, drafts: int):
+    """Behind each other, and with weights that are new in the middle."""
+    schedule = SCHEDULES[(ranks + drafts) % len(SCHEDULES)]
+    options = {**OPTIONS, "overlap": drafts % 2, "graph": ("off", "decode")[ranks // 2 % 2], "draft_tokens": drafts}
+    options["graph_sizes"] = (1, 3) if options["graph"] == "decode" else ()
+    found = []
+    for size in (ranks, 1):
+        running = emulated(f"seed=5&ranks=late&{schedule}", model, tensor_parallel=size, **options)
+        found.append(texts(running, model))
+        running.update_weights(tiny.checkpoint(tiny.moved(model)))
+        found[-1] += texts(running, model)
+        running.close()
+    assert found[0] == found[1]
 
 
 @NATIVE

@@ -39,7 +39,7 @@ from polydraft.errors import ContractError
 from polydraft.models.families import FamilyRegistry
 from polydraft.plugins.program_pass import Entry, Node, Rewritten, UnboundProgram
 from polydraft_cuda import cublaslt, storage
-from polydraft_cuda.kernels import attention, experts, kernels, linear, routed
+from polydraft_cuda.kernels import attention, experts, kernels, linear, logprobs, routed, sampling
 from polydraft_cuda.kernels.packed import rounded_bytes
 from polydraft_cuda.kernels.provider import CudaProvider
 from polydraft_cuda.kernels.screen import screen_of
@@ -644,6 +644,10 @@ def test_log_probabilities_go_into_their_record_unless_somebody_else_reads_them(
     other = "pack_logprobs", replace(pack[1], slot_order=device.empty("other", (8,), "i32"))
     assert shown(device, top, other) == ["top_logprobs", "pack_logprobs"], "of other sequences"
     assert [name for _, name, _ in bound(device, top, pack)(4)] == ["survey_windows", "report_logprobs"]
+    alone = {name: device.empty(name, (8, 4, 1), kind) for name, kind in (("ids", "i32"), ("logprobs", "f32"))}
+    bound(device, ("top_logprobs", replace(top[1], **alone)), ("pack_logprobs", replace(pack[1], **alone)))(4)
+    threads = [one.threads for one in device.bound if one.name == "report_logprobs"]
+    assert threads == [sampling.THREADS, logprobs.ALONE], "few where nobody may ask for other tokens"
     assert [name for _, name, _ in bound(device, top, other)(4)] == ["survey_windows", "top_logprobs", "pack_logprobs"]
 
 
@@ -1020,7 +1024,7 @@ def test_no_multiprocessor_has_stage_for_more_blocks_of_attention_than_its_share
     device: Any = Recorder(dtype="bf16")
     attend(device, replace(LIMITS, num_drafts=window - 1))
     alone = [b for b in device.bound if b.name == "attention_decode" and b.defines["SPLITS"] == 1]
-    assert len(alone) == 3
+    assert len(alone) == 6, "of passes of windows alone, and of windows beside prompts"
     for bound in alone:
         blocks = (device.shared_bytes + 1024) // (bound.shared + 1024)  # a multiprocessor keeps 1024 bytes a block
         assert blocks == max(8 // (bound.threads // 32), 1)
@@ -1090,7 +1094,10 @@ def test_attention_turns_and_stores_its_rows_itself():
     meta, both = layer(device)
     assert both(4) == both(256) == [("attention_decode.cu", LIMITS.window)]
     meta.step = StepMeta(0, 400, 2, has_prefill=True)
-    assert both(400) == [("rope.cu", None), ("attention_prompt.cu", None)], "rows of a prompt lie in several tiles"
+    apart = [("rope.cu", None), ("attention_decode.cu", 0), ("attention_prompt.cu", None)]
+    assert both(400) == apart, "rows of a prompt lie in several tiles, those of a window in one"
+    meta.step = StepMeta(0, 400, 1, has_prefill=True)
+    assert both(400) == [apart[0], apart[2]], "a slot that is alone has nobody beside it"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from polydraft_cuda.kernels.provider import source
 
 PREFILL_TILE: Final = 64
 """Rows of a tile in a pass that prefills: what a tensor-core kernel wants."""
+THREADS: Final = (64, 256, 1024)
+"""Threads of the search, a row each at a time."""
 
 
 class CudaForwardMeta:
@@ -32,15 +34,21 @@ class CudaForwardMeta:
         self.num_tiles = device.empty(f"meta.{buffers.role}.num_tiles", (1,), "i32")
         self.step = StepMeta(0, 0, 0, has_prefill=False)
         fill = device.function(source("forward_meta.cu"), "fill_tiles")
-        window, self._launches = limits.window, {}
-        for prefill, size in ((False, window), (True, PREFILL_TILE)):
-            arguments = (buffers.row_slot, buffers.positions, self.tiles, self.num_tiles, size, ROWS)
-            self._launches[prefill] = fill.bind(1, 1024, *arguments, dependent=True)
+        self._launches = {
+            prefill: {
+                threads: fill.bind(
+                    1, threads, buffers.row_slot, buffers.positions, self.tiles, self.num_tiles, size, ROWS, dependent=True
+                )
+                for threads in THREADS
+            }
+            for prefill, size in ((False, limits.window), (True, PREFILL_TILE))
+        }
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
         """Enqueue the search for tiles among the rows now in the pass's buffers."""
         self.step = step
-        self._launches[step.has_prefill](stream, step.launch_rows)
+        threads = next((threads for threads in THREADS if step.launch_rows <= threads), THREADS[-1])
+        self._launches[step.has_prefill][threads](stream, step.launch_rows)
 
     def max_tiles(self, n: int) -> int:
         """Upper bound of `num_tiles` for a launch of `n` rows; a slot has one run of rows, and a window is one tile."""

@@ -5,6 +5,7 @@ The fast kernels work on the tiles in the forward metadata; the plain one needs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from polydraft.contracts.base import Limits
@@ -42,7 +43,7 @@ def paged_attention(device: CudaDevice, a: Any, limits: Limits, workspace: Any) 
     if not is_fast(a):
         return plain(device, a)
     windows = by_clusters(a, [(most, decode(device, a, limits, shape)) for most, shape in shapes_of(device, limits)])
-    return windows if device.row_invariant else by_phase(a, windows, prefill_tiles(device, a))
+    return windows if device.row_invariant else by_phase(a, windows, prompts(device, a, limits))
 
 
 def is_fast(a: Any) -> bool:
@@ -60,12 +61,12 @@ def by_phase(a: Any, windows: Launch, prompts: Launch) -> Launch:
     return launch
 
 
-def by_clusters(a: Any, sized: list[tuple[int, Launch]]) -> Launch:
-    """The first launch that takes as many clusters as a pass has."""
-    meta, heads = a.meta, a.num_kv_heads
+def by_clusters(a: Any, sized: list[tuple[int, Launch]], tiles: Callable[[int], int] | None = None) -> Launch:
+    """The first launch that takes as many clusters as a pass has, of all its tiles at most or of `tiles(n)`."""
+    most_tiles, heads = tiles or a.meta.max_tiles, a.num_kv_heads
 
     def launch(stream: Stream, n: int) -> None:
-        clusters = meta.max_tiles(n) * heads
+        clusters = most_tiles(n) * heads
         for most, window in sized:
             if clusters <= most:
                 window(stream, n)
@@ -118,8 +119,9 @@ def shapes_of(device: CudaDevice, limits: Limits) -> tuple[tuple[int, Shape], ..
     return SINGLE if limits.window == 1 else SHAPES
 
 
-def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any = None) -> Launch:
-    """A cluster a tile of rows and key head; with the arguments of a turn from the rows of the projection in front."""
+def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any = None, few: int = 0) -> Launch:
+    """A cluster a tile of rows and key head; with the arguments of a turn from the rows of the projection in front.
+    `few`: of tiles with no more rows, and of no others."""
     splits, key_warps, stages = shape
     group = a.num_heads // a.num_kv_heads
     tiles = tiles_of(device, a, limits)
@@ -139,13 +141,13 @@ def decode(device: CudaDevice, a: Any, limits: Limits, shape: Shape, turn: Any =
     return function.bind(
         lambda n: (splits, heads, meta.max_tiles(n)), 32 * key_warps * tiles, a.q, a.cache.keys, a.cache.values, meta.tiles,
         meta.num_tiles, a.row_slot, a.block_table, a.out, *turned,
-        ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), shared=max(sums, ring, share) + 1024,
+        ROWS, a.block_table.shape[1], int(a.num_heads), heads, float(a.softmax_scale), few, shared=max(sums, ring, share) + 1024,
         cluster=splits if splits > 1 else None, dependent=True,
     )  # fmt: skip
 
 
-def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
-    """A block a tile of rows and two query heads of one key head."""
+def prefill_tiles(device: CudaDevice, a: Any, few: int = 0) -> Launch:
+    """A block a tile of rows and two query heads of one key head; those of up to `few` rows are left out."""
     heads = 2 if a.num_heads // a.num_kv_heads % 2 == 0 else 1
     grouped = is_grouped(device, a)
     name, features = ("attention_prompt", {"arch_features": "a"}) if grouped else ("attention_prefill", {})
@@ -158,8 +160,26 @@ def prefill_tiles(device: CudaDevice, a: Any) -> Launch:
     return function.bind(
         lambda n: (across, meta.max_tiles(n), 1), 128 * heads, a.q, a.cache.keys, a.cache.values, meta.tiles, meta.num_tiles,
         a.row_slot, a.block_table, a.out, ROWS, a.block_table.shape[1], int(a.num_heads), int(a.num_kv_heads),
-        float(a.softmax_scale), shared=operands * PREFILL_KEYS * a.head_dim * 2 + 1024, dependent=True,
+        float(a.softmax_scale), *((few,) if grouped else ()), shared=operands * PREFILL_KEYS * a.head_dim * 2 + 1024,
+        dependent=True,
     )  # fmt: skip
+
+
+def prompts(device: CudaDevice, a: Any, limits: Limits) -> Launch:
+    """Tiles of 64 rows, and those of few, such as windows that decode beside prompts, by the kernel of windows: as one of 64 rows
+    each would take as long. A slot that is alone has nobody beside it."""
+    whole = prefill_tiles(device, a)
+    if not is_grouped(device, a):
+        return whole
+    meta, few = a.meta, limits.window
+    sized = [(most, decode(device, a, limits, shape, few=few)) for most, shape in shapes_of(device, limits)]
+    windows = by_clusters(a, sized, lambda n: min(n, meta.step.real_slots or limits.max_seqs))  # one of a slot
+    apart = sequence(windows, prefill_tiles(device, a, few))
+
+    def launch(stream: Stream, n: int) -> None:
+        (whole if meta.step.real_slots == 1 else apart)(stream, n)
+
+    return launch
 
 
 def is_grouped(device: CudaDevice, a: Any) -> bool:

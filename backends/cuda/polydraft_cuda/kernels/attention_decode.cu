@@ -10,6 +10,8 @@
 // lets its dependents come only once it has seen what was before it itself; all of a slot's new rows must be in one tile. Turned
 // queries are stored only for a row that is computed again.
 //
+// Where `few` is not 0, tiles of more rows, and rows without a slot, are left to attention_prompt.cu.
+//
 // Defines: ACT (1, 2), HEAD_DIM (a multiple of 32, up to 128; of 64 with ROPE), GROUP (query heads a key head), TILES (tiles of 16
 // packed rows), KEY_WARPS, SPLITS, STAGES (groups a warp has room for), BLOCK_GROUPS (groups of 16 positions a block), WINDOW, ROPE (0,
 // or the rows of a tile at most); with it INTERLEAVED where heads are not turned in halves, and ROTARY where only so many of their first
@@ -70,7 +72,7 @@ template <> __device__ __forceinline__ void store_shared(unsigned at, unsigned s
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const int* num_tiles, const int* row_slot, const int* block_table,
-                 act_t* out, const act_t* qkv, const float2* turns, int n, int max_blocks, int num_heads, int num_kv_heads, float scale) {
+                 act_t* out, const act_t* qkv, const float2* turns, int n, int max_blocks, int num_heads, int num_kv_heads, float scale, int few) {
     extern __shared__ __align__(128) float shared[];  // the ring of every warp; then sums [KEY_WARPS][PACKED][PITCH] and (top, total) [KEY_WARPS][PACKED]
     __shared__ float plain[PLAIN_KEYS];
     __shared__ int broken[OWN];
@@ -91,7 +93,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
 #endif
     if (!ROPE) wait_for_previous();
     const int4 tile = __ldcg(tiles + blockIdx.z);
-    const bool real = (int)blockIdx.z < __ldcg(num_tiles);
+    const bool real = (int)blockIdx.z < __ldcg(num_tiles) && (few == 0 || tile.y <= few);
     const int first = tile.x, rows = real ? tile.y : 0, position = tile.w;
     const int* table = block_table + (int64_t)tile.z * max_blocks;
     const float scale2 = scale * 1.4426950408889634f;
@@ -364,7 +366,7 @@ attention_decode(act_t* q, act_t* keys, act_t* values, const int4* tiles, const 
         __syncthreads();
 #endif
     }
-    if (!__syncthreads_or(padding) && step >= n) return;
+    if (few || !__syncthreads_or(padding) && step >= n) return;
     if (split == 0)
         for (int r = blockIdx.z; r < n; r += gridDim.z)
             if (row_slot[r] < 0)

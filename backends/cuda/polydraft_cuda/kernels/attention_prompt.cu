@@ -5,7 +5,8 @@
 // row, 64 elements of a head side by side, and values element by element, the keys of a step side by side. Both are fetched a step ahead, in
 // the pieces in which the cache has them. A piece of values has two pairs of neighbours eight keys apart, so that within each group of 16
 // keys lie in the order of `slot_of`, in keys as well, and a lane's weights are what it has to bring as an operand of values.
-// Tiles with the longest context start first. Windows of decoding slots in a mixed step are served here as well, as tiles with few rows.
+// Tiles with the longest context start first. Those of up to `few` rows, as are windows of decoding slots in a mixed step, are left to
+// attention_decode.cu.
 //
 // Defines: ACT (1, 2), HEAD_DIM (64, 128), HEADS (1, 2), BLOCK_GROUPS (groups of 16 positions a block), WINDOW.
 #define WIDTH 64
@@ -29,7 +30,7 @@ __device__ __forceinline__ void written_for_products() { asm volatile("fence.pro
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_prompt(const act_t* __restrict__ q, const act_t* keys, const act_t* values, const int4* __restrict__ tiles, const int* __restrict__ num_tiles,
                  const int* __restrict__ row_slot, const int* __restrict__ block_table, act_t* __restrict__ out, int n, int max_blocks,
-                 int num_heads, int num_kv_heads, float scale) {
+                 int num_heads, int num_kv_heads, float scale, int few) {
     extern __shared__ unsigned char raw[];  // queries of each head, then two steps of keys and values
     const unsigned base = (shared_address(raw) + 1023) & ~1023u, ring = base + HEADS * ROWS_BYTES;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -39,6 +40,7 @@ attention_prompt(const act_t* __restrict__ q, const act_t* keys, const act_t* va
     const int index = *num_tiles - 1 - (int)blockIdx.y;
     if (index < 0) return;
     const int4 tile = tiles[index];
+    if (tile.y <= few) return;
     const int first = tile.x, rows = tile.y, position = tile.w, last = position + rows - 1;
     const int* table = block_table + (int64_t)tile.z * max_blocks;
     const float scale2 = scale * 1.4426950408889634f;

@@ -1,4 +1,5 @@
-// Tiles of a pass: runs of rows of one slot at consecutive positions, cut to `tile_rows`. One block, 1024 threads.
+// Tiles of a pass: runs of rows of one slot at consecutive positions, cut to `tile_rows`. One block, of no more warps than there are rows for:
+// each looks at what all of them have found.
 #include "common.cuh"
 
 __device__ __forceinline__ bool continues(const int* row_slot, const int* positions, int row, int n) {
@@ -11,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(1024) fill_tiles(
 ) {
     enter();
     __shared__ int scratch[33], newest[32];
+    const int warps = blockDim.x / 32;
     int found = 0, run = 0;  // tiles before this chunk; first row of the run that reaches into it
     for (int base = 0; base < n; base += blockDim.x) {
         const int row = base + threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(1024) fill_tiles(
             tiles[place] = make_int4(row, rows, row_slot[row], positions[row]);
         }
         found += total;
-        for (int w = 0; w < 32; w++) run = max(run, newest[w]);
+        for (int w = 0; w < warps; w++) run = max(run, newest[w]);
         __syncthreads();
     }
     if (threadIdx.x == 0) *num_tiles = found;

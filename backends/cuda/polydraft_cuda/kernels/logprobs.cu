@@ -5,6 +5,7 @@
 // the row's token, and the best of each lane. A block a row then joins its parts in their order. The most likely tokens are among the
 // logits of those few lanes whose best is high enough; where logits tie so often that these are many, the row is read again.
 #include "sampling.cuh"
+#include "tensor.cuh"
 
 extern "C" __global__ void keep_logits(
     const float* logits, const int* row_slot, const int* num_top, float* kept, int vocab
@@ -335,11 +336,13 @@ extern "C" __global__ void pack_logprobs(
     }
 }
 
-// Both at once: a block a place of a window, which puts into the record what it finds.
+// Both at once: a block a place of a window, which puts into the record what it finds. In a captured step, where whose rows are reported has
+// been there since before the first launch.
 extern "C" __global__ void __launch_bounds__(THREADS) report_logprobs(const float* logits, Windows by, void* surveys, Packed p, int vocab, int n) {
-    enter();
+    launch_dependents();
     __shared__ TopSpace space;
     const Counted all = counted(by.slot_order, by.num_top, n);
+    wait_for_previous();
     const int columns = all.columns, j = blockIdx.y;
     int* row = entry_of(p, by.slot_order, by.num_top, all, n);
     if (row == nullptr) return;

@@ -22,6 +22,8 @@ PART_BYTES: Final = 16 + 32 * 4
 """What it leaves of them."""
 WARPS: Final = 8
 """Of a block of a survey."""
+ALONE: Final = 64
+"""Threads that report a token where nobody may ask for others beside it."""
 OF_WINDOWS: Final = ("slot_order", "logit_start", "out_tokens", "num_top", "temperature")
 OF_DRAFTS: Final = ("row_slot", "tokens", "draft_len", "num_top")
 """Fields of the structures in which kernels are told whose rows they see."""
@@ -139,9 +141,9 @@ def reported(device: CudaDevice, args: Any, limits: Any, workspace: Any) -> Laun
     """What is found goes into the record at once: a block a place of a window, behind a survey."""
     del limits
     a, pack = args.parts
-    width = a.out_tokens.shape[1]
+    width, threads = a.out_tokens.shape[1], THREADS if a.ids.shape[2] > 1 else ALONE
     report = device.function(source("logprobs.cu"), "report_logprobs").bind(
-        lambda n: (max(n, 1), width, 1), THREADS, a.logits, pointers(a, OF_WINDOWS), workspace.buffer, Packed(pack),
+        lambda n: (max(n, 1), width, 1), threads, a.logits, pointers(a, OF_WINDOWS), workspace.buffer, Packed(pack),
         a.logits.shape[1], ROWS, dependent=True,
     )  # fmt: skip
     return _surveyed(device, a, workspace, OF_WINDOWS, report)

@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(256) argmax(
     tokens[r] = chosen(atomicExch(best + r, 0ull));
 }
 
+constexpr int KEPT_AT_ONCE = 33;  // a thread's: all, where 132 blocks have 8 warps
 // Eight rows a block: the best of what `linear_tile` kept of each (value and id by warp and row), if it did.
 extern "C" __global__ void __launch_bounds__(256) argmax_among(
     const float2* kept, const int* row_slot, choice_t* choices, const ScreenState* state, int warps, int pitch, int n
@@ -41,11 +42,13 @@ extern "C" __global__ void __launch_bounds__(256) argmax_among(
     __shared__ uint64_t best[8][8];
     const int r = blockIdx.x * 8 + (threadIdx.x & 7), warp = threadIdx.x >> 5;
     uint64_t mine = 0;
-    if (r < n) {
-#pragma unroll 8
-        for (int i = threadIdx.x >> 3; i < warps; i += 32) {
-            const float2 one = kept[i * pitch + r];
-            const uint64_t key = logit_key(one.x, __float_as_int(one.y));
+    for (int first = threadIdx.x >> 3; r < n && first < warps; first += KEPT_AT_ONCE * 32) {
+        float2 some[KEPT_AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < KEPT_AT_ONCE; k++) some[k] = kept[(int64_t)min(first + k * 32, warps - 1) * pitch + r];  // the last ones again
+#pragma unroll
+        for (int k = 0; k < KEPT_AT_ONCE; k++) {
+            const uint64_t key = logit_key(some[k].x, __float_as_int(some[k].y));
             mine = key > mine ? key : mine;
         }
     }

@@ -427,6 +427,11 @@ def bind_packed(shape: Shape, act: str, packing: str, **options: Any) -> list[Bo
             gated = device.empty("gated", (shape.rows, shape.ffn), act)
             launches.append(("swiglu", SwigluV1(gate_up=y, out=gated)))
         _bind(device, launches, shape)
+        if out != "f32":
+            stream, gain = device.empty("stream", x.shape, act), device.empty("gain", (shape.hidden,), act)
+            norm = RmsNormV1(x=stream, weight=gain, out=x, eps=1e-6, plus_one=False)
+            added = CompositeArgs((ResidualAddV1(x=stream, y=device.empty("branch", x.shape, act)), norm))
+            _bind(device, [("residual_add+rms_norm", added), *launches], shape)
     if packing in CAPABILITIES.expert_packings:
         _bind(device, experts_of_half(device, HALF, shape.rows, weight_on_paper(device, PACKINGS[packing])), shape)
     return device.bound  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """What the CUDA backend launches, kernel by kernel with grids and arguments, is what it launched while providers still joined
 what had been bound before them, in whatever order launches are bound."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -112,6 +113,20 @@ def test_an_engine_tells_what_it_has_joined(tmp_path: Path, monkeypatch: pytest.
     found = [one.launches for one in kept.runner.joined() if one.joined.contracts == "linear+process_logits+argmax"]
     kinds = ("greedy.logprobs", "greedy.logprobs.prompt")
     assert {f"{kind}.{part}": count for kind in kinds for part, count in (("target", 1), ("draft", 3))} in found, "which are read"
+
+
+def test_norms_round_rows_for_packed_projections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = traced.engine_of("rounded rows", tmp_path, monkeypatch)
+    told = {
+        one.joined.contracts: one.launches["greedy.target"]
+        for one in engine.runner.joined()
+        if "norm+linear" in one.joined.contracts
+    }
+    assert told == {"rms_norm+linear": 1, "residual_add+rms_norm+linear": 1, "residual_add+rms_norm+linear+swiglu": 2}
+    names = [one.split()[0] for one in traced.launches(engine, captured=True)["greedy target 8"]]
+    assert names.count("norms.cu:rounded_norm") == 4
+    apart = [behind for front, behind in itertools.pairwise(names) if front == "packed.cu:round_rows"]
+    assert len(apart) == 5, "rows of o and down, in two blocks, and of the head"
 
 
 def test_regions_of_a_step_are_timed_as_its_graph_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

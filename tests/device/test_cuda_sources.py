@@ -8,7 +8,7 @@ from polydraft_cuda import compiler
 
 SOURCES = sorted(compiler.all_sources())
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [*SOURCES, *compiler.HEADERS.glob("*.cuh")]}
-WAITS = ("enter();", "begin_dependent();", "wait_for_previous();", "norm_row(")  # the last one waits itself
+WAITS = ("enter();", "begin_dependent();", "wait_for_previous();", "norm_row(", "begin_norm(")  # the last two wait themselves
 
 
 def code(text: str) -> str:

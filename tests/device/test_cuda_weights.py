@@ -13,7 +13,16 @@ from polydraft import LLM, SamplingParams
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.harness import check_kernel
 from polydraft.conformance.oracle.checkpoints import tensor_shapes
-from polydraft.contracts import REGISTRY, ArgmaxV1, ExpertMlpV1, LinearV1, ProcessLogitsV1, SwigluV1
+from polydraft.contracts import (
+    REGISTRY,
+    ArgmaxV1,
+    ExpertMlpV1,
+    LinearV1,
+    ProcessLogitsV1,
+    ResidualAddV1,
+    RmsNormV1,
+    SwigluV1,
+)
 from polydraft.contracts.base import Case
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
@@ -130,7 +139,8 @@ def test_a_packed_projection_is_right_for_every_number_of_rows(packing: str, act
 @pytest.mark.parametrize("act", ["bf16", "f16"])
 def test_blocks_that_split_the_inputs_of_a_packed_tile_leave_each_other_their_sums(act: str):
     with opened(act) as device:
-        for outputs, inputs in ((4000, 4224), (6000, 2304), (19184, 768)):  # four blocks a tile, two, and whole tiles besides
+        # four blocks a tile, two, and whole tiles besides, with four and with three
+        for outputs, inputs in ((4000, 4224), (6000, 2304), (19184, 768), (22016, 768)):
             projection = Projection(device, random_weight(PACKINGS["fp8-channel-a8"], outputs, inputs), bias=outputs < 5000)
             for n in (65, 128, 129, 256, 200):
                 projection.holds(n)
@@ -151,7 +161,7 @@ def test_where_rows_are_invariant_a_row_is_the_same_alone(packing: str):
     ("packing", "width", "inputs"),
     [
         *((one, 5632, 4096) for one in ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8")), ("int4-group32-zeros", 8192, 4096),
-        ("fp8-channel-a8", 9592, 768),
+        ("fp8-channel-a8", 9592, 768), ("fp8-channel-a8", 11008, 768),
     ],
 )  # fmt: skip
 def test_gate_up_and_their_activation_are_one_launch(packing: str, width: int, inputs: int):
@@ -176,6 +186,49 @@ def test_gate_up_and_their_activation_are_one_launch(packing: str, width: int, i
         stored = from_host(device.read(projection.out.pointer, (1, 16), "bf16"), "bf16")
         assert np.isnan(stored).all() == (n <= most), "gate and up are not stored"
     device.close()
+
+
+@pytest.mark.parametrize("packing", ["fp8-channel-a8", "fp8-block128-a8", "int8-channel-a8"])
+@pytest.mark.parametrize(("act", "outputs", "inputs"), [("bf16", 19184, 768), ("bf16", 4000, 4224), ("f16", 1096, 1024)])
+@pytest.mark.parametrize("front", ["norm", "added_norm", "early_added_norm"])
+def test_a_norm_that_rounds_its_rows_leaves_the_bits_of_launches_by_themselves(
+    packing: str, act: str, outputs: int, inputs: int, front: str
+):
+    rows, rng = 257, np.random.default_rng(outputs)
+    with opened(act) as device:
+        projection = Projection(device, random_weight(PACKINGS[packing], outputs, inputs), rows=rows)
+        table: Any = polydraft_cuda.polydraft_kernels(device)
+        x, y = (rng.standard_normal((rows, inputs), np.float32) * np.float32(3) for _ in range(2))
+        x[2] = 0 if front == "norm" else -y[2]
+        x[5, 7] = np.inf
+        stream, branch = filled(device, "stream", x, act), filled(device, "branch", y, act)
+        gain = table.prepare_weight("norm", rng.standard_normal(inputs).astype(np.float32), act)
+        norm = RmsNormV1(x=stream, weight=gain, out=projection.x, eps=1e-5, plus_one=False)
+        added = (norm,) if front == "norm" else (ResidualAddV1(x=stream, y=branch), norm)
+        gated = device.empty("gated", (rows, outputs // 2), act)
+        activation = SwigluV1(gate_up=projection.out, out=gated)
+        first = ("rms_norm", norm) if front == "norm" else ("residual_add+rms_norm", CompositeArgs(added))
+        apart = {
+            "projection": ("linear", projection.args, projection.out),
+            "gated": ("gated", CompositeArgs((projection.args, activation)), gated),
+        }
+        for product, (name, args, out) in apart.items():
+            whole = CompositeArgs((*added, *getattr(args, "parts", (args,))))
+            normed, alone = launch_of(device, *first, limits(rows)), launch_of(device, name, args, limits(rows))
+            together = launch_of(device, f"{front}_and_{product}", whole, limits(rows))
+            for n in (1, 9, 64, 65, 128, 129, 256, 257):
+                found = []
+                for launches in ((normed, alone), (together,)):
+                    device.load(stream, to_host(x, act))
+                    device.fill_bytes(projection.x, 0xFF)
+                    device.fill_bytes(out, 0xFF)
+                    for launch in launches:
+                        launch(device.stream, n)
+                    found.append([device.read(one.pointer, one.shape, act).view(np.uint16) for one in (stream, out)])
+                for wanted, got in zip(*found, strict=True):
+                    assert np.array_equal(got, wanted), (product, n, np.argwhere(got != wanted)[:4].tolist())
+                stored = device.read(projection.x.pointer, projection.x.shape, act).view(np.uint16)
+                assert (stored == 0xFFFF).all(), "norms are not stored"
 
 
 @pytest.mark.parametrize("packing", ["fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int4-group64"])

@@ -50,6 +50,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "rejection": ({}, {"verify": "rejection"}, {}),
     "quantised rows": ({}, {"kv_dtype": "fp8"}, {}),
     "invariant": ({}, {"invariant": True}, {}),
+    "rounded rows": ({}, {"weights": "fp8-a8"}, {}),
     "experts": (
         {
             "architectures": ["Ernie4_5_MoeForCausalLM"],

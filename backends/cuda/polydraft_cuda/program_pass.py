@@ -22,8 +22,8 @@ Lend = Callable[[Any], Any]
 
 
 def _of_projection(device: CudaDevice, args: Any, limits: Any) -> int:
-    """Scratch of the projection that a run begins with."""
-    return linear.workspace_bytes(device, args.parts[0], limits)
+    """Scratch of the projection that a run has first."""
+    return linear.workspace_bytes(device, next(one for one in args.parts if hasattr(one, "bias")), limits)
 
 
 _ROUTED: Final = {
@@ -40,6 +40,17 @@ def _of_rows(device: CudaDevice, args: Any, limits: Any) -> int:
     return logprobs.survey_bytes(device, args.parts[0], limits)
 
 
+_ROUNDED: Final = {
+    f"{norm}_{product}": ((*front, *behind), early)
+    for norm, front, early in (
+        ("norm", ("rms_norm",), False),
+        ("added_norm", ("residual_add", "rms_norm"), False),
+        ("early_added_norm", ("residual_add", "rms_norm"), True),
+    )
+    for product, behind in (("and_projection", ("linear",)), ("and_gated", ("linear", "swiglu")))
+}
+"""Norms that round their rows for the projection behind, by name: the contracts, and whether the stream is read early."""
+
 VERIFY: Final = "verify"
 """The stage in which texts are chosen. Other choices are of drafts, which change no text."""
 CHOICE: Final = ("linear", "process_logits", "argmax")
@@ -53,6 +64,10 @@ KERNELS: Final[Mapping[str, tuple[tuple[str, ...], Kernel]]] = {
     "kept": (CHOICE, Kernel(linear.kept, _of_projection)),
     "turned_attention": (("rope_kv_write", "paged_attention"), Kernel(attention.turned_attention)),
     "early_norm": (("residual_add", "rms_norm"), Kernel(norms.add_and_norm_early)),
+    **{
+        name: (parts, Kernel(partial(linear.behind_norm, early=early), _of_projection))
+        for name, (parts, early) in _ROUNDED.items()
+    },
     **{name: (parts, Kernel(routed.routed_experts, routed.workspace_bytes)) for name, parts in _ROUTED.items()},
 }
 """Kernels of the pass by name: the contracts that each computes, and its binding."""
@@ -99,6 +114,7 @@ class CudaPass:
         yield self._chosen(program, place)
         yield self._turned(program, place)
         yield self._routed(program, place)
+        yield self._rounded(program, place)
         yield self._early(program, place)
         yield self._reported(program, place)
         if self._place is not None:
@@ -177,6 +193,21 @@ class CudaPass:
                 why = "experts are chosen and listed before the shared ones run, and added to the stream where they are summed"
                 return _unless_read(program, place, Rewritten(nodes, kernel, why, dead))
         return None
+
+    def _rounded(self, program: UnboundProgram, place: int) -> Rewritten | None:
+        nodes = _run(program, place, ("residual_add+rms_norm", "linear")) or _run(program, place, ("rms_norm", "linear"))
+        if not nodes or self._chosen(program, place + 1):
+            return None
+        front, project = _args(nodes)
+        normed = getattr(front, "parts", (front,))[-1]
+        if project.x is not normed.out or not linear.is_rounded(self._device, self._lend(normed), self._lend(project)):
+            return None
+        gated = self._gated(program, place + 1)
+        early = "early_" if self._early(program, place) else ""
+        kernel = f"{early}{'added_' if normed is not front else ''}norm_and_{'gated' if gated else 'projection'}"
+        why = "rows are rounded for the projection where they are normed, and not stored otherwise, which nobody else reads"
+        whole, dead = (nodes[0], *gated.nodes) if gated else nodes, (normed.out, *(gated.dead if gated else ()))
+        return _unless_read(program, place, Rewritten(whole, kernel, why, dead, beside_graphs=True))
 
     def _early(self, program: UnboundProgram, place: int) -> Rewritten | None:
         nodes = _run(program, place, ("residual_add+rms_norm",))

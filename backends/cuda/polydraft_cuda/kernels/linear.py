@@ -10,6 +10,7 @@ weights are multiplied by `linear_tile` as they are, whatever the number of rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from polydraft.device import Launch, Stream
 from polydraft_cuda import cublaslt
 from polydraft_cuda.compiler import sequence
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.kernels import screen
+from polydraft_cuda.kernels import norms, screen
 from polydraft_cuda.kernels.mlp import swiglu
 from polydraft_cuda.kernels.packed import Rounded, is_eight, packing_of, place_rounded, round_rows, rounded_bytes
 from polydraft_cuda.kernels.projections import (
@@ -145,12 +146,12 @@ def parts_sizes(device: CudaDevice, a: Any) -> tuple[Parts, ...]:
 
 
 def with_parts(
-    device: CudaDevice, a: Any, workspace: Any, usual: Launch, *, before: list[Launch] | None = None, gated: Any = None,
-    rounded: Rounded | None = None,
+    device: CudaDevice, a: Any, workspace: Any, usual: Launch, *, gated: Any = None, rounded: Rounded | None = None,
+    before: Sequence[Launch] = (),
 ) -> Launch:  # fmt: skip
     """`linear_parts` behind `before` for the numbers of rows in which it is faster, and the `usual` launch for all others."""
     launches = [
-        (size.rows, sequence(*before or (), parts(device, a, workspace, size, gated, rounded))) for size in parts_sizes(device, a)
+        (size.rows, sequence(*before, parts(device, a, workspace, size, gated, rounded))) for size in parts_sizes(device, a)
     ]
     least = LEAST_ROWS if packing_of(a) is None else LEAST_ROWS_EIGHT
     return by_rows([(least, usual), *launches, (1 << 30, usual)]) if launches else usual
@@ -262,7 +263,7 @@ def linear(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch
     del limits
     if is_router(a):
         return router(device, a)
-    return choose(device, a, workspace)
+    return product(device, a, workspace, *rounding(device, a, workspace))
 
 
 def is_gated(device: CudaDevice, a: Any) -> bool:
@@ -274,9 +275,17 @@ def is_gated(device: CudaDevice, a: Any) -> bool:
 
 def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
     """Gate, up and their activation: one launch for few rows, else two."""
+    del limits
     a, activation = args.parts
+    return gated_product(device, a, activation, workspace, *rounding(device, a, workspace))
+
+
+def gated_product(
+    device: CudaDevice, a: Any, activation: Any, workspace: Any, rounded: Rounded, before: Sequence[Launch]
+) -> Launch:  # fmt: skip
+    """The same of rows that are `rounded`, by the launches `before` it."""
     out = activation.out
-    apart = sequence(linear(device, a, limits, workspace), swiglu(device, activation, limits, None))
+    apart = sequence(product(device, a, workspace, rounded, before), swiglu(device, activation, None, None))
     if device.row_invariant:
         return by_rows([*wide_in_order(device, a, out), (GATED.rows, wide_split(device, a, out)), (1 << 30, apart)])
     steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
@@ -285,11 +294,11 @@ def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Laun
     taken = max((tokens for tokens, _ in steps), default=0)
     steps += [(size.rows, one) for size in split_sizes(device, a) if size.rows > taken and (one := split(device, a, size, out))]
     if not steps:
-        most, (rounded, before) = tile_rows(device, a), rounding(device, a, workspace)
+        most = tile_rows(device, a)
         joined = tiles(device, a, workspace, sizes_of(device, a), most=most, gated=out, rounded=rounded)
         steps = [(most, sequence(*before, joined))]
         usual = by_rows([*steps, (1 << 30, apart)])
-        return with_parts(device, a, workspace, usual, before=before, gated=out, rounded=rounded)
+        return with_parts(device, a, workspace, usual, gated=out, rounded=rounded, before=before)
     steps.append((LEAST_PROMPT_ROWS - 1 if is_whole(device, a) else 1 << 30, apart))
     return by_rows([*steps, (1 << 30, prompt(device, a, out))] if is_whole(device, a) else steps)
 
@@ -301,6 +310,26 @@ def gated_splits(device: CudaDevice, a: Any) -> tuple[Split, ...]:
         return tuple(GATED._replace(rows=n, width=width) for n in (FEWER, GATED.rows))
     sizes = SPLIT_SIZES[1:] if share >= LEAST_GATED else ()
     return tuple(Split(n, width, chunks, SPLIT_BYTES // (chunks * (width + n) * 128), 1) for n, chunks in sizes)
+
+
+def is_rounded(device: CudaDevice, normed: Any, a: Any) -> bool:
+    """Whether a norm can round its rows for the projection behind it, and nobody else wants them otherwise: where a block has
+    them in registers."""
+    packing = packing_of(a)
+    return bool(packing and packing.activations and is_tiled(device, a) and norms.is_kept(normed))
+
+
+def behind_norm(device: CudaDevice, args: Any, limits: Limits, workspace: Any, *, early: bool = False) -> Launch:
+    """A norm, behind a residual addition or not, and the projection of its rows, with its activation or not. The norm rounds its
+    rows, `early` as `norms.add_and_norm_early` does."""
+    del limits
+    *front, a, activation = args.parts if hasattr(args.parts[-1], "gate_up") else (*args.parts, None)
+    normed, y = front[-1], front[0].y if len(front) > 1 else None
+    rounded = place_rounded(a, workspace.buffer.pointer + _shares_bytes(device, a))
+    before = norms.rounded(device, normed, y, a, rounded, early=early)
+    if activation is None:
+        return sequence(before, product(device, a, workspace, rounded, ()))
+    return sequence(before, gated_product(device, a, activation, workspace, rounded, ()))
 
 
 def is_chosen_from(device: CudaDevice, a: Any) -> bool:
@@ -351,14 +380,13 @@ def kept(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launc
     return chosen(device, args, limits, workspace, keeps=True)
 
 
-def choose(device: CudaDevice, a: Any, workspace: Any) -> Launch:
-    """The launch that takes any number of rows."""
+def product(device: CudaDevice, a: Any, workspace: Any, rounded: Rounded, before: Sequence[Launch]) -> Launch:
+    """The launch that takes any number of rows, which are `rounded` by the launches `before` it."""
     scratch = 0 if workspace is None else workspace.buffer.pointer
     if packing_of(a):
-        rounded, before = rounding(device, a, workspace)
-        sizes = sizes_of(device, a)
-        product = tiles(device, a, workspace, sizes, rounded=rounded) if is_tiled(device, a) else plain(device, a, rounded)
-        return sequence(*before, with_parts(device, a, workspace, product, rounded=rounded))
+        tiled = is_tiled(device, a)
+        usual = tiles(device, a, workspace, sizes_of(device, a), rounded=rounded) if tiled else plain(device, a, rounded)
+        return with_parts(device, a, workspace, sequence(*before, usual), rounded=rounded, before=before)
     if device.row_invariant:
         return in_order(device, a, workspace) if is_tiled(device, a) else plain(device, a)
     steps: list[tuple[int, Launch]] = []  # most rows, launch

@@ -34,12 +34,12 @@ __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;
 struct Target {
     act_t *out, *stage;  // 64 rows on their way out
     const act_t* bias;
-    const float *scales, *row_scales;
+    const float *scales, *row_scales;  // those of rows lie in shared memory
     int n, outputs;
 };
-// Stores the sums of EACH eights of rows from `first` on, 64 rows at a time.
-template <int EACH>
-__device__ __forceinline__ void store(const float (&sums)[EACH * 4], const Target& to, int tile, int first) {
+// Stores the sums of EACH eights of rows from `first` on, 64 rows at a time; `sums_of(from, s)` gives those of eights `from` to `from + 8`.
+template <int EACH, class Sums>
+__device__ __forceinline__ void store(const Sums& sums_of, const Target& to, int tile, int first) {
     const int lane = threadIdx.x & 31, g = lane >> 2, warp = threadIdx.x >> 5, width = GATED ? to.outputs / 2 : to.outputs, column = tile * ACROSS;
     const int at = warp * (GATED ? 8 : 16) + g;  // the output of a lane in a tile, of two the lower
     auto scale = [&](int half) { return EIGHT ? to.scales[min(GATED ? min(column + at, width - 1) + half * width : column + at + half * 8, to.outputs - 1)] : 1.f; };
@@ -47,14 +47,16 @@ __device__ __forceinline__ void store(const float (&sums)[EACH * 4], const Targe
     const float by[2] = {scale(0), scale(1)}, add[2] = {added(0), added(1)};
 #pragma unroll
     for (int from = 0; from < EACH; from += 8) {
+        float sums[32];
+        sums_of(from, sums);
 #pragma unroll
-        for (int j = from; j < from + 8 && j < EACH; j++)
+        for (int j = 0; j < 8 && from + j < EACH; j++)
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const int row = j * 8 + (lane & 3) * 2 + odd;
-                const float of_row = EIGHT ? to.row_scales[min(first + row, to.n - 1)] : 1.f;
+                const float of_row = EIGHT ? to.row_scales[first + from * 8 + row] : 1.f;
                 const float low = EIGHT ? sums[j * 4 + odd] * (by[0] * of_row) : sums[j * 4 + odd], high = EIGHT ? sums[j * 4 + 2 + odd] * (by[1] * of_row) : sums[j * 4 + 2 + odd];
-                act_t* p = to.stage + (row - from * 8) * PITCH + at;
+                act_t* p = to.stage + row * PITCH + at;
                 if (GATED) p[0] = from_float<act_t>(gated(low, high));
                 else p[0] = from_float<act_t>(low + add[0]), p[8] = from_float<act_t>(high + add[1]);
             }
@@ -90,23 +92,24 @@ __device__ __forceinline__ void exchange(const float (&sums)[TOKENS / 2], const 
         flags[OWN] = 0;
     }
     consumers_meet();
-    float4 more[SPLIT][EACH];
+    auto added_up = [&](int from, float (&whole)[32]) {
+        float4 more[SPLIT][8];
 #pragma unroll
-    for (int p = 0; p < SPLIT; p++)
+        for (int p = 0; p < SPLIT; p++)
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const float* s = sums + (FIRST + j) * 4;
-            more[p][j] = p == OWN ? make_float4(s[0], s[1], s[2], s[3]) : __ldcg(left + (OWN * SPLIT + p) * SLOT + j * CONSUMERS + threadIdx.x);
+            for (int j = 0; j < 8 && from + j < EACH; j++) {
+                const float* s = sums + (FIRST + from + j) * 4;
+                more[p][j] = p == OWN ? make_float4(s[0], s[1], s[2], s[3]) : __ldcg(left + (OWN * SPLIT + p) * SLOT + (from + j) * CONSUMERS + threadIdx.x);
+            }
+#pragma unroll
+        for (int j = 0; j < 8 && from + j < EACH; j++) {
+            float4 s = more[0][j];
+#pragma unroll
+            for (int p = 1; p < SPLIT; p++) s.x += more[p][j].x, s.y += more[p][j].y, s.z += more[p][j].z, s.w += more[p][j].w;
+            whole[j * 4] = s.x, whole[j * 4 + 1] = s.y, whole[j * 4 + 2] = s.z, whole[j * 4 + 3] = s.w;
         }
-    float whole[EACH * 4];
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        float4 s = more[0][j];
-#pragma unroll
-        for (int p = 1; p < SPLIT; p++) s.x += more[p][j].x, s.y += more[p][j].y, s.z += more[p][j].z, s.w += more[p][j].w;
-        whole[j * 4] = s.x, whole[j * 4 + 1] = s.y, whole[j * 4 + 2] = s.z, whole[j * 4 + 3] = s.w;
-    }
-    store<EACH>(whole, target, tile, FIRST * 8);
+    };
+    store<EACH>(added_up, target, tile, FIRST * 8);
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS, 1)
@@ -143,16 +146,22 @@ linear_parts(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
     auto release = [&](int s) {
         if ((threadIdx.x & 127) == 0) barrier_arrive(shared_address(&empty[s]));
     };
-    const Target target{out, (act_t*)(raw + (base - shared_address(raw)) + STAGES * STAGE), bias, scales, row_scales, n, outputs};
+    __shared__ float of_rows[TOKENS];
+    if (EIGHT) {
+        if (threadIdx.x < TOKENS) of_rows[threadIdx.x] = row_scales[min((int)threadIdx.x, n - 1)];
+        consumers_meet();
+    }
+    const Target target{out, (act_t*)(raw + (base - shared_address(raw)) + STAGES * STAGE), bias, scales, of_rows, n, outputs};
+    // The sums of chunks `from` to `end`: a tile, or the part of one.
+    auto multiply = [&](float (&sums)[TOKENS / 2], int from, int end) {
 #if EIGHT
-    float chunk[WIDTH / 2] = {};
-    const int keeps = n < 0;  // never; the registers of the products before serve again
+        float chunk[WIDTH / 2] = {};
+        const int keeps = n < 0;  // never; the registers of the products before serve again
+#else
+        accumulators_fence(sums);  // what they begin with is not made between products
 #endif
-    for (int i = 0; i < count;) {  // one tile, or the part of one
-        const int from = i, end = i < own ? i + chunks : count;
-        float sums[TOKENS / 2] = {};
 #pragma unroll 1
-        for (; i < end; i++) {
+        for (int i = from; i < end; i++) {
             const int s = i % STAGES;
             barrier_wait(shared_address(&full[s]), i / STAGES & 1);
             const unsigned w = base + s * STAGE + group * 8192, x = base + s * STAGE + W_BYTES;
@@ -160,10 +169,10 @@ linear_parts(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
 #pragma unroll
             for (int first = 0; first < TOKENS; first += WIDTH) {
                 accumulators_fence(chunk);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                products_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++) wgmma(chunk, descriptor(w + k * 32), descriptor(x + first * 128 + k * 32), k ? 1 : keeps);
-                asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+                products_end<0>();
                 accumulators_fence(chunk);
                 if (first + WIDTH == TOKENS) release(s);
 #pragma unroll
@@ -179,18 +188,27 @@ linear_parts(const __grid_constant__ Map w_map, const __grid_constant__ Map x_ma
         accumulators_fence(sums);
         release((end - 1) % STAGES);
 #endif
-        if (WHOLE && from < own) {
-            store<EIGHTS>(sums, target, from / chunks * gridDim.x + blockIdx.x, 0);
-            continue;
-        }
-        left += (int64_t)shared * SPLIT * SPLIT * SLOT, flags += shared * SPLIT;
-        if (part == 0) exchange<0>(sums, target, last, left, flags);
-        else if (part == 1) exchange<1>(sums, target, last, left, flags);
+    };
+#pragma unroll 1
+    for (int tile = 0; tile < WHOLE; tile++) {  // apart from the last one: one loop would keep what both need in registers, and some of it in memory
+        float sums[TOKENS / 2] = {};
+        multiply(sums, tile * chunks, (tile + 1) * chunks);
+        auto whole = [&](int first, float (&of_eights)[32]) {
+#pragma unroll
+            for (int j = 0; j < 32; j++) of_eights[j] = sums[first * 4 + j];
+        };
+        store<EIGHTS>(whole, target, tile * gridDim.x + blockIdx.x, 0);
+    }
+    if (count == own) return;
+    float sums[TOKENS / 2] = {};
+    multiply(sums, own, count);
+    left += (int64_t)shared * SPLIT * SPLIT * SLOT, flags += shared * SPLIT;
+    if (part == 0) exchange<0>(sums, target, last, left, flags);
+    else if (part == 1) exchange<1>(sums, target, last, left, flags);
 #if SPLIT > 2
-        else if (part == 2) exchange<2>(sums, target, last, left, flags);
+    else if (part == 2) exchange<2>(sums, target, last, left, flags);
 #endif
 #if SPLIT > 3
-        else exchange<3>(sums, target, last, left, flags);
+    else exchange<3>(sums, target, last, left, flags);
 #endif
-    }
 }

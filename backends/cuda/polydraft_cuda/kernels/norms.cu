@@ -2,13 +2,17 @@
 //
 // One block a row. A row is read once, 16 bytes a thread, and kept in registers; widths that do not fit that are read twice.
 // Defines: ACT, VECTORS (16-byte vectors of a row that one thread keeps; 0 for any width), PLUS_ONE, EARLY (x is read before the launch
-// in front has ended: it is a projection, which lets this one come only once it has seen what was before it, x among that).
+// in front has ended: it is a projection, which lets this one come only once it has seen what was before it, x among that), ROUNDS (norms are
+// not stored but rounded for the product behind: `numbers` and `scales` as in rounding.cuh, whose defines come with it, and VECTORS).
 #include "norms.cuh"
+#if ROUNDS
+#include "rounding.cuh"
+#endif
 
-// `x` is replaced by x + y, rounded, where `y` is given; `out` gets the norm of what then is in x. `hide`: take zeros for x.
-__device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
 #if VECTORS
-    Vector kept[VECTORS], gains[VECTORS], more[VECTORS];
+// What the norm is of: x, which is replaced by x + y, rounded, where `y` is given; and its gains.
+__device__ __forceinline__ void begin_norm(Vector (&kept)[VECTORS], Vector (&gains)[VECTORS], act_t* x, const act_t* y, const act_t* weight, int width) {
+    Vector more[VECTORS];
     load_gains(gains, weight, width);
     if (EARLY) load_row(kept, x, width);
     wait_for_previous();
@@ -17,6 +21,13 @@ __device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* 
         load_row(more, y, width);
         add_row(kept, more, x, width);
     }
+}
+#endif
+// `out` gets the norm of what is in x behind the addition of `y`. `hide`: take zeros for x.
+__device__ __forceinline__ void norm_row(act_t* x, const act_t* y, const act_t* weight, act_t* out, int width, float eps, bool hide, float* scratch) {
+#if VECTORS
+    Vector kept[VECTORS], gains[VECTORS];
+    begin_norm(kept, gains, x, y, weight, width);
     if (hide)
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) kept[v] = {};
@@ -43,6 +54,22 @@ extern "C" __global__ void rms_norm(act_t* x, const act_t* y, const act_t* weigh
     const int64_t row = (int64_t)blockIdx.x * width;
     norm_row(x + row, y ? y + row : nullptr, weight, out + row, width, eps, false, scratch);
 }
+
+#if ROUNDS
+extern "C" __global__ void rounded_norm(act_t* x, const act_t* y, const act_t* weight, number_t* numbers, float* scales, int width, int pitch, float eps) {
+    __shared__ float scratch[32];
+    __shared__ unsigned found[32];
+    launch_dependents();
+    const int64_t row = (int64_t)blockIdx.x * width;
+    Vector kept[VECTORS] = {}, gains[VECTORS];
+    begin_norm(kept, gains, x + row, y ? y + row : nullptr, weight, width);
+    norm_kept(kept, gains, width, eps, scratch);
+    vec4 held[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) held[v] = *reinterpret_cast<const vec4*>(&kept[v]);
+    round_held(held, threadIdx.x, blockDim.x, [] { __syncthreads(); }, found, numbers + row, scales, blockIdx.x, width, pitch);
+}
+#endif
 
 // Two halves of a row: the hidden state and the embedding, in the order given by the columns at which they start.
 extern "C" __global__ void combine_draft_inputs(act_t* embedding, act_t* hidden, const act_t* emb_norm, const act_t* hid_norm, const int* positions,

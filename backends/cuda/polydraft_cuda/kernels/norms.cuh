@@ -58,8 +58,8 @@ __device__ __forceinline__ void add_row(Vector (&kept)[VECTORS], const Vector (&
     }
 }
 
-// out := the norm of what is kept.
-__device__ __forceinline__ void store_norm(Vector (&kept)[VECTORS], const Vector (&gains)[VECTORS], act_t* out, int width, float eps, float* scratch) {
+// What is kept becomes its norm.
+__device__ __forceinline__ void norm_kept(Vector (&kept)[VECTORS], const Vector (&gains)[VECTORS], int width, float eps, float* scratch) {
     float squares = 0.f;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -74,8 +74,14 @@ __device__ __forceinline__ void store_norm(Vector (&kept)[VECTORS], const Vector
         if (at >= width) continue;
 #pragma unroll
         for (int i = 0; i < LANES; i++) kept[v].e[i] = from_float<act_t>(to_float(kept[v].e[i]) * factor * gain(gains[v].e[i]));
-        *(Vector*)(out + at) = kept[v];
     }
+}
+// The same, and to `out`.
+__device__ __forceinline__ void store_norm(Vector (&kept)[VECTORS], const Vector (&gains)[VECTORS], act_t* out, int width, float eps, float* scratch) {
+    norm_kept(kept, gains, width, eps, scratch);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (element_of(v) < width) *(Vector*)(out + element_of(v)) = kept[v];
 }
 #endif
 #endif

@@ -11,6 +11,7 @@ from typing import Any
 from polydraft.device import Launch
 from polydraft_cuda.compiler import ROWS, act
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.kernels.packed import Rounded, rounding_defines
 from polydraft_cuda.kernels.provider import Kernel, source
 
 MOST_VECTORS = 4
@@ -36,6 +37,23 @@ def norm(device: CudaDevice, a: Any, x: Any, y: Any, *, early: bool = False) -> 
     defines, threads = shape_of(x.dtype, width, (x, a.weight, a.out))
     function = device.function(source("norms.cu"), "rms_norm", PLUS_ONE=int(a.plus_one), EARLY=int(early), **defines)
     return function.bind(lambda n: n, threads, x, y, a.weight, a.out, width, float(a.eps), dependent=True)
+
+
+def is_kept(a: Any) -> bool:
+    """Whether a block keeps rows of this norm in registers."""
+    return bool(shape_of(a.x.dtype, a.x.shape[1], (a.x, a.weight, a.out))[0]["VECTORS"])
+
+
+def rounded(device: CudaDevice, a: Any, y: Any, project: Any, to: Rounded, *, early: bool = False) -> Launch:
+    """rms_norm of x + y, or of x without y, as `project` behind it multiplies it: the norm itself is not stored. With `early` x
+    is read while the launch in front still runs."""
+    width = a.x.shape[1]
+    defines, threads = shape_of(a.x.dtype, width, (a.x, a.weight, a.out))
+    function = device.function(
+        source("norms.cu"), "rounded_norm", PLUS_ONE=int(a.plus_one), EARLY=int(early), ROUNDS=1, **rounding_defines(project),
+        **defines,
+    )  # fmt: skip
+    return function.bind(lambda n: n, threads, a.x, y, a.weight, to.x, to.scales, width, to.pitch, float(a.eps), dependent=True)
 
 
 def rms_norm(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:

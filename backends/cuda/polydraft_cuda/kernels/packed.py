@@ -225,15 +225,18 @@ def place_rounded(a: Any, scratch: int) -> Rounded:
     )
 
 
+def rounding_defines(a: Any) -> dict[str, int]:
+    """What kernels that round rows of a projection are told."""
+    return {"EIGHT": int(is_eight(a)), **defines(packing_of(a))}
+
+
 def round_rows(device: CudaDevice, a: Any, to: Rounded, each: int = 1) -> Launch:
     """Bind the rounding of the rows of a launch, `each` for one of its own."""
     packing = packing_of(a)
     assert packing is not None
     inputs = int(a.x.shape[1])
     vector = a.x.dtype != "f32" and inputs % (packing.columns or 8) == 0 and inputs <= 8 * HELD * ROW_THREADS
-    function = device.function(
-        source("packed.cu"), "round_rows", EIGHT=int(is_eight(a)), VECTOR=int(vector), **defines(packing), **act(a.x.dtype)
-    )
+    function = device.function(source("packed.cu"), "round_rows", VECTOR=int(vector), **rounding_defines(a), **act(a.x.dtype))
     grid = lambda n: (n * each, 1, 1)  # noqa: E731
     return function.bind(grid, ROW_THREADS, a.x, to.x, to.scales, inputs, to.pitch, dependent=True)
 

@@ -316,13 +316,13 @@ def parts(
     there alone. `rounded`: the rows, where they and the weight are E4M3."""
     outputs, inputs = a.weight.shape
     tokens, stages, whole, blocks = size
-    paired, eight = gated is not None, rounded is not None
+    paired, eight = gated is not None, is_eight(a)
     function = device.function(
         source("linear_parts.cu"), "linear_parts", arch_features="a", TOKENS=tokens, WHOLE=whole, SPLIT=blocks, STAGES=stages,
         BIAS=int(a.bias is not None), GATED=int(paired), EIGHT=int(eight), **act(a.x.dtype),
     )  # fmt: skip
     x, weight, scales, row_scales = a.x, a.weight, None, None
-    if rounded is not None:
+    if eight and rounded is not None:
         x, weight, scales, row_scales = rounded.x, a.weight.numbers, a.weight.scales, rounded.scales
     leaving = 64 * (TILE_ROWS // (1 + paired) + 8) * 2  # rows on their way out
     return function.bind(

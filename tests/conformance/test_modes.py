@@ -19,7 +19,7 @@ from polydraft.contracts.inputs import kernel_of
         ("residual_add+rms_norm", ["bf16", "f32, row-invariant"]),
         ("rope_kv_write", ["bf16", "f32, row-invariant", "f32, rows in int8", "f32, rows in fp8"]),
         ("verify_match", []),
-        ("linear", ["bf16", "f32, row-invariant", "f32, packed as fp8-channel", "f32, packed as int8-channel"]),
+        ("linear", ["bf16", "f32, row-invariant", "f32, packed as int8-channel", "f32, packed as fp8-block128"]),
     ],
 )
 def test_every_way_in_which_a_kernel_is_declared_to_compute(name: str, wanted: list[str]):

@@ -207,7 +207,7 @@ def test_a_norm_that_rounds_its_rows_leaves_the_bits_of_launches_by_themselves(
         added = (norm,) if front == "norm" else (ResidualAddV1(x=stream, y=branch), norm)
         gated = device.empty("gated", (rows, outputs // 2), act)
         activation = SwigluV1(gate_up=projection.out, out=gated)
-        first = ("rms_norm", norm) if front == "norm" else ("residual_add+rms_norm", CompositeArgs(added))
+        first: tuple[str, Any] = ("rms_norm", norm) if front == "norm" else ("residual_add+rms_norm", CompositeArgs(added))
         apart = {
             "projection": ("linear", projection.args, projection.out),
             "gated": ("gated", CompositeArgs((projection.args, activation)), gated),

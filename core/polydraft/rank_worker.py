@@ -38,12 +38,13 @@ def main() -> int:
     rank, size = start["rank"], start["size"]
     exchange = Exchange.over(start["memory"], rank, size, start["capacity"], math.inf)
     os.close(start["memory"])
-    inbox = ProcessInbox(pipe, exchange)
+    inbox = ProcessInbox(pipe, exchange, building=True)
     engine: Engine | None = None
     try:
         config = EngineConfig.from_mapping(start["config"])
         checkpoint = opened(*start["checkpoint"]) if start["checkpoint"] else None
         engine = Engine(config, checkpoint=checkpoint, draft_policy=Rungs(start["rungs"]), group=Group(rank, size, exchange))
+        inbox.building = False
         follow(engine, engine.resolved.overlap, inbox)
     except BaseException as error:  # noqa: BLE001  said to all ranks, of which rank 0 raises it
         with suppress(DeviceError):

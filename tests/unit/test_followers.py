@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -262,6 +263,22 @@ def test_a_plan_is_written_into_a_pipe_for_nobody_who_looks(monkeypatch: pytest.
         sending.send(b"head", b"data")
         assert written[1:] == [b"long" * ROOM, b"headdata"]
         assert [box.take() for _ in range(4)] == [b"plan", b"plan", followers._BY_PIPE, followers._BY_PIPE]
+
+
+BUILDS = """
+import math, time
+from io import FileIO
+from polydraft.host.followers import ProcessInbox
+from polydraft.ranks import Exchange
+inbox = ProcessInbox(FileIO(0, closefd=False), Exchange.of_threads(2, 64, math.inf)[1], building=True)
+time.sleep(100)
+"""
+
+
+def test_a_process_that_is_still_being_built_ends_with_rank_0():
+    """And not when it is built, minutes later."""
+    command = child_process.executing(BUILDS)
+    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=True)
 
 
 # -- plans -------------------------------------------------------------------------------------------------

@@ -316,7 +316,9 @@ class ProcessInbox:
     """Messages of rank 0 to this process: short ones by a mailbox, for which it looks for a while whenever it wants one; others,
     and what wakes it, by a pipe. It ends when there are no more, or rank 0 has gone."""
 
-    def __init__(self, pipe: RawIOBase, exchange: Exchange) -> None:
+    def __init__(self, pipe: RawIOBase, exchange: Exchange, *, building: bool = False) -> None:
+        """`building`: the process ends with the pipe, wherever it is, as long as this is set."""
+        self.building = building
         self._pipe, self._exchange, self._box = pipe, exchange, exchange.mailbox(exchange.rank)
         self._long = queue.SimpleQueue[bytes]()
         self._came, self._ended = threading.Event(), False
@@ -351,6 +353,8 @@ class ProcessInbox:
             if message != _WAKE:
                 self._long.put(message)
             self._came.set()
+        if self.building:  # which may take minutes, and nobody wants it any more
+            os._exit(0)
         self._ended = True
         self._came.set()
         self._exchange.close()

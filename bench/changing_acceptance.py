@@ -30,7 +30,7 @@ class Forced:
         del limits
         device, a = self.device, args
         if not hasattr(device, "chances"):
-            device.chances = device.empty("bench.chances", a.drafts.shape, "f32")
+            device.chances = device.zeros("bench.chances", a.drafts.shape, "f32")
         launch = device.function(SOURCE, "force_choices").bind(
             lambda n: -(-n // THREADS), THREADS, a.slot_order, a.logit_start, a.logit_len, a.drafts, a.drafts.shape[1],
             a.uniforms, device.chances, a.choices, int(a.num_valid), ROWS,

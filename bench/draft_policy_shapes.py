@@ -1,17 +1,20 @@
 """`--draft-tokens auto:5` beside fixed numbers of drafts, on shapes of large models on an NVIDIA GPU; acceptance synthetic.
 
-    python bench/draft_policy_shapes.py --shape mimo-7b --out bench/results/draft_policy_shapes.json
+    python bench/draft_policy_shapes.py --shape mimo-7b --trace
+    python bench/draft_policy_shapes.py --read mimo-7b,ernie21 --page docs/how_many_drafts.md --plot docs/images/draft_policy.png
 
 One engine of 64 slots serves all of a shape: fixed numbers are the same policy, told what to answer, so that they have its
 graphs; `none` is an engine without a drafter. Weights are random and made on the device, experts drawn uniformly. `steady`: so
-many requests of equal length at once, with acceptance 0.8 / 0.6 / 0.45 or 0.5 / 0.2 / 0.05 of rounds (at least one, two, three
+many requests at once for half a second, with acceptance 0.8 / 0.6 / 0.45 or 0.5 / 0.2 / 0.05 of rounds (at least one, two, three
 drafts). `trace`: 64 requests of 512 prompt tokens at once, request i ends after 64 + 16 i tokens, no others arrive; the
 acceptance of odd requests falls from 0.8 / 0.75 / 0.75, each given the one before, to 0.3 at their 128th token.
 
-Tokens a second are those of the time in which nobody's prompt is computed. In the first turn of each work all contenders run,
-`auto` twice, of which the second time counts; in later ones `auto` and the two best others. What `auto` has learned it keeps, as
-a server does. Reported: the median of the turns, and by how much `auto` is faster or slower than each: the median of the ratios
-of the same turn, smallest and largest.
+Tokens a second are those from the step on in which all requests decode. Which drafts are right is drawn anew in each turn, by
+request and position, for all contenders alike. In the first turn of each work all contenders run (`auto` twice where it is
+steady, of which the second time counts), in later ones `auto`, `none`, and fixed numbers that were at most 3 % behind the best.
+What `auto` has learned it keeps, as a server does. Reported: the median of the turns, and by how much `auto` is faster or slower
+than each: the median of the ratios of the same turn, with an interval that has it in 95 of 100 cases (of fewer than six turns the
+smallest and the largest ratio).
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from bench.draft_policy import interval  # as for bench/draft_vocab.py
 from polydraft.bench import report
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
@@ -35,22 +40,23 @@ from polydraft.device import Array
 from polydraft.engine import Engine
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import DraftView
-from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
 
 ROOT = Path(__file__).resolve().parent
-TARGET = ROOT / "results" / "draft_policy_shapes.json"
-FIGURES = "bench/results/draft_policy_shapes.json"
-FIXED: tuple[int | str, ...] = (0, 1, 3, 5)
+FIGURES = "bench/results/draft_policy_{}.json"
+"""Where the result of a shape is."""
+FIXED = (0, 1, 3, 5)
 SLOTS, MOST = 64, 5
 HIGH, LOW = (0.8, 0.75, 0.75, 0.75, 0.75), (0.5, 0.4, 0.25, 0.2, 0.2)
 """Chances by place, given those before."""
+NEAR = 0.97
+"""Part of the best speed of the first turn that a fixed number must have to run again."""
 FALLEN, FALLS = 0.3, 128
 """What the chances of odd requests of the trace become, and the token at which they do."""
-PROMPT, TRACE_PROMPT = 128, 512
-TOKENS = {1: 384, 8: 384, 32: 256, 64: 192}
-"""Of a request, by batch."""
+PROMPT, TRACE_PROMPT = 64, 512
+TOKENS, STEADY_S = 512, 0.5
+"""Of a request of steady work at most, and seconds after which it ends in any case."""
 
 
 class Told(AdaptiveDrafts):
@@ -78,9 +84,14 @@ class Work(NamedTuple):
     accepted: tuple[float, ...]
 
     @property
+    def steady(self) -> bool:
+        """Whether all requests are alike, and served for a while."""
+        return self.kind == "steady"
+
+    @property
     def lengths(self) -> list[int]:
-        """Tokens of each request."""
-        return [TOKENS[self.batch]] * self.batch if self.kind == "steady" else [64 + 16 * i for i in range(self.batch)]
+        """Tokens of each request at most."""
+        return [TOKENS] * self.batch if self.steady else [64 + 16 * i for i in range(self.batch)]
 
 
 class Contenders:
@@ -104,7 +115,7 @@ class Contenders:
         print(f"{self.shape}, {options}: built in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         return engine
 
-    def served(self, work: Work, who: int | str) -> float:
+    def served(self, work: Work, who: int | str, turn: int) -> float:
         """Tokens a second."""
         engine = self.without if who == "none" else self.engine
         assert engine is not None, "asked for"
@@ -113,26 +124,31 @@ class Contenders:
         chances = np.tile(np.array(work.accepted, np.float32), (SLOTS, 1))
         self._accept(chances)
         vocab, t = engine.model.vocab_size, engine.slots
+        running = set()
         for i, length in enumerate(work.lengths):
-            prompt = np.random.default_rng(i).integers(1, vocab, PROMPT if work.kind == "steady" else TRACE_PROMPT).tolist()
-            engine.add(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True, seed=i))
-        outputs: list[RequestOutput] = []
+            prompt = np.random.default_rng(i).integers(1, vocab, PROMPT if work.steady else TRACE_PROMPT).tolist()
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True, seed=turn * SLOTS + i)
+            running.add(engine.add(prompt, params))
         begun, before, odd, fallen = 0.0, 0, np.zeros(SLOTS, bool), np.zeros(SLOTS, bool)
         gc.collect()
-        while len(outputs) < work.batch:
+        while running and not (work.steady and begun and time.perf_counter() - begun > STEADY_S):
             engine.step()
-            outputs += engine.poll()
+            for output in engine.poll():
+                assert output.finish_reason == "length", output.error
+                running.discard(output.id)
             if not begun and int((t.phase == Phase.DECODE).sum()) == work.batch:
                 begun, before = time.perf_counter(), engine.totals.new_tokens
                 odd = np.array([request is not None and (request.params.seed or 0) % 2 == 1 for request in t.request])
-            if work.kind == "trace" and (falls := odd & ~fallen & (t.num_known - t.prompt_len >= FALLS)).any():
+            if not work.steady and (falls := odd & ~fallen & (t.num_known - t.prompt_len >= FALLS)).any():
                 fallen |= falls
                 chances[fallen] = FALLEN
                 self._accept(chances)
         seconds, tokens = time.perf_counter() - begun, engine.totals.new_tokens - before
+        for request in running:
+            engine.abort(request)
         while engine.has_work:
             engine.step()
-        assert all(output.finish_reason == "length" for output in outputs), [output.error for output in outputs]
+        engine.poll()
         return tokens / seconds
 
     def _accept(self, chances: Array) -> None:
@@ -159,31 +175,30 @@ class Cell:
         self.work = work
         self.turns: list[dict[int | str, float]] = []
         self.drafts: Array = np.zeros(MOST + 1, np.int64)
+        """Steps of `auto` by what it chose, in all turns."""
         self.log: list[list[tuple[float, int, int]]] = []
         self.fixed: dict[str, Any] = {}
 
     def turn(self, contenders: Contenders) -> None:
         """The next turn."""
-        others = [*FIXED, *(["none"] if contenders.without is not None else [])]
+        fixed = list(FIXED)
         if self.turns:
             first = self.turns[0]
-            order = [*sorted((k for k in first if k != "auto"), key=lambda k: -first[k])[:2], "auto"]
-        else:
-            contenders.served(self.work, "auto")
-            self._keep(contenders)
-            order = [*others, "auto"]
+            fixed = [k for k in fixed if first[k] > NEAR * max(first[k] for k in FIXED)]
+        elif self.work.steady:
+            contenders.served(self.work, "auto", 0)
+            self.log.append(relative(contenders.policy.log))
+        order: list[int | str] = [*(["none"] if contenders.without is not None else []), *fixed, "auto"]
         found: dict[int | str, float] = {}
         for who in order if len(self.turns) % 2 else order[::-1]:
-            found[who] = contenders.served(self.work, who)
+            found[who] = contenders.served(self.work, who, len(self.turns) + 1)
+            log = contenders.policy.log
             if who == "auto":
-                self._keep(contenders)
+                self.log.append(relative(log))
+                self.drafts += np.bincount([k for *_, k in log], minlength=MOST + 1)
             elif who != "none":
-                self.fixed[str(who)] = relative(contenders.policy.log)
+                self.fixed[str(who)] = relative(log)
         self.turns.append(found)
-
-    def _keep(self, contenders: Contenders) -> None:
-        self.log.append(relative(contenders.policy.log))
-        self.drafts = np.bincount([k for *_, k in contenders.policy.log], minlength=MOST + 1)
 
     def rows(self, shape: str) -> list[dict[str, Any]]:
         """A row a contender."""
@@ -194,7 +209,8 @@ class Cell:
             row = {
                 "shape": shape, "backend": "cuda", "dtype": "bf16", "weights": "random", "acceptance": "synthetic",
                 "work": self.work.kind, "batch": self.work.batch, "accept_schedule": list(self.work.accepted),
-                "policy": who if isinstance(who, str) else "fixed", "draft_tokens": who if isinstance(who, int) else MOST,
+                "policy": who if isinstance(who, str) else "fixed",
+                "draft_tokens": who if isinstance(who, int) else {"none": 0, "auto": MOST}[who],
                 "turns": len(speeds), "tokens_per_s": round(statistics.median(speeds), 1),
                 "spread": [round(min(speeds), 1), round(max(speeds), 1)],
             }  # fmt: skip
@@ -202,21 +218,21 @@ class Cell:
                 row["drafts_per_step"] = self.drafts.tolist()
             else:
                 row["auto_over_this"] = round(statistics.median(ratios), 3)
-                row["auto_over_this_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+                row["auto_over_this_interval"] = [round(each, 3) for each in interval(ratios)]
             rows.append(row)
         return rows
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fixed number with most tokens a second."""
-    return max((row for row in rows if row["policy"] == "fixed"), key=lambda row: float(row["tokens_per_s"]))
+    """The fixed number that `auto` is furthest behind, or least ahead of: not all have had the same turns."""
+    return min((row for row in rows if row["policy"] == "fixed"), key=lambda row: float(row["auto_over_this"]))
 
 
 def line(rows: list[dict[str, Any]]) -> str:
     """Of one work, in the table."""
     by = {row["policy"] if row["policy"] != "fixed" else row["draft_tokens"]: row for row in rows}
     ahead = best(rows)
-    low, high = ahead["auto_over_this_spread"]
+    low, high = ahead["auto_over_this_interval"]
     cells = " | ".join(f"{by[k]['tokens_per_s']:,.0f}" if k in by else "" for k in ("none", *FIXED, "auto"))
     return (
         f"| {ahead['shape']} | {ahead['work']} | {ahead['accept_schedule'][0]:g} | {ahead['batch']} | {cells} "
@@ -243,12 +259,23 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--none", action="store_true", help="an engine without a drafter, too")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn of a work after this time")
-    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn so long after the engines are built")
+    parser.add_argument("--out", type=Path, help="by default among the results of this folder")
     parser.add_argument("--log", type=Path, help="what auto chose in each step of its runs")
+    parser.add_argument("--read", help="measure nothing, but show the results of these shapes")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    begun = time.monotonic()
+    if options.read:
+        show(options.read.split(","), options.page, options.plot)
+    else:
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """The works of one shape in turns."""
     contenders = Contenders(options.shape, none=options.none)
+    begun = time.monotonic()
     schedules = [{"high": HIGH, "low": LOW}[name] for name in options.accepted.split(",")]
     cells = [Cell(Work("steady", batch, a)) for a in schedules for batch in map(int, options.batch.split(","))]
     cells += [Cell(Work("trace", SLOTS, HIGH))] if options.trace else []
@@ -273,11 +300,58 @@ def write(options: argparse.Namespace, contenders: Contenders, cells: list[Cell]
 
     rows = measured(options.shape, cells)
     said = {"device": device_name(0), "driver": str(driver_version()), "method": (__doc__ or "").strip()}
-    report.write(options.out, report.document(rows, **said))
+    report.write(options.out or ROOT.parent / FIGURES.format(options.shape), report.document(rows, **said))
     if options.log:
         logs = [{"work": cell.work._asdict(), "runs": cell.log, "fixed": cell.fixed} for cell in cells]
         told = {"rehearsed": contenders.rehearsed, "now": contenders.policy.report(), "logs": logs}
         options.log.write_text(json.dumps(told))
+
+
+def about(result: dict[str, Any]) -> str:
+    """What the table says, before it."""
+    turns = sorted({row["turns"] for row in result["rows"] if row["policy"] == "auto"})
+    many = f"{turns[0]}" if len(turns) == 1 else f"{turns[0]} to {turns[-1]}"
+    return (
+        f"Tokens a second of `{result['rows'][0]['shape']}` on one {result['device']}, {result['date']}, {many} turns, "
+        "and `auto:5` over the fixed number that it is furthest behind, with the interval of the pairs."
+    )
+
+
+def show(shapes: list[str], page: Path | None, plot: Path | None) -> None:
+    """Renew the tables of a page, and draw."""
+    results = {shape: json.loads((ROOT.parent / FIGURES.format(shape)).read_text(encoding="utf-8")) for shape in shapes}
+    for shape, result in results.items():
+        if page:
+            report.renew(page, FIGURES.format(shape), about(result), markdown(result["rows"]))
+    if plot:
+        draw(list(results.values()), plot)
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """By work, `auto` over each fixed number, with the intervals of the pairs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.2 * len(results)), layout="constrained")
+    for axes, result in zip(np.ravel(figure.subplots(len(results), 1)), results, strict=True):
+        fixed = [row for row in result["rows"] if row["policy"] == "fixed"]
+        names = [f"{row['work']} {row['accept_schedule'][0]:g}\nbatch {row['batch']}" for row in fixed]
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        for k, colour in zip(FIXED, ("#8c8c8c", "#f2b134", "#3572a5", "#b5482e"), strict=True):
+            of = [(places[name] + 0.12 * (FIXED.index(k) - 1.5), row) for name, row in zip(names, fixed, strict=True)]
+            of = [(x, row) for x, row in of if row["draft_tokens"] == k]
+            ratios = np.array([[row["auto_over_this"], *row["auto_over_this_interval"]] for _, row in of]).T
+            axes.errorbar([x for x, _ in of], ratios[0], np.abs(ratios[1:] - ratios[0]), fmt="o", color=colour, label=f"K = {k}")
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.axhline(0.97, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xticks(list(places.values()), list(places), fontsize=8)
+        axes.set_title(f"{fixed[0]['shape']}, {result['device']}, {result['date']}", fontsize=10)
+        axes.set_ylabel("auto:5 over K")
+        axes.set_yscale("log")
+        axes.set_yticks([0.9, 1.0, 1.2, 1.5, 2.0, 3.0], ["0.9", "1", "1.2", "1.5", "2", "3"])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

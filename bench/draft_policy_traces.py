@@ -32,6 +32,7 @@ import numpy as np
 
 from polydraft.bench import report
 from polydraft.device import Array
+from polydraft.host.adaptive_drafts import FAR, shares
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, ladder
 from polydraft.step.graphs import default_buckets
 
@@ -131,18 +132,22 @@ class Known:
     """Takes the number with the best pace by true times and chances."""
 
     def __init__(self, world: World) -> None:
-        self.rungs, self._world = ladder(MOST), world
+        self.rungs, self._world, self._now = ladder(MOST), world, 1
 
     def choose(self, view: DraftView) -> int:
         """The logarithm of the pace, as the adaptive policy has it: a weighted mean over the requests."""
-        world, slots, count = self._world, view.decode, len(view.decode)
+        world, slots, count, now = self._world, view.decode, len(view.decode), self._now
         chances = np.broadcast_to(world.chances(world, slots), (count, MOST))
         tokens = np.log1p(np.concatenate((np.zeros((count, 1)), chances.cumprod(axis=1).cumsum(axis=1)), axis=1))
-        weights = (world.slots.max_total[slots] - world.done[slots]).clip(1, TOKENS)
-        gains, written = (weights @ tokens / weights.sum()).tolist(), float(world.done[slots].mean())
-        return max(
-            self.rungs, key=lambda k: gains[k] - np.log(world.cost(Step(count, k + 1, count * (k + 1), k, False, written)))
-        )
+        steps = (world.slots.max_total[slots] - world.done[slots]).clip(1) / np.exp(tokens[:, now])
+        written = float(world.done[slots].mean())
+
+        def cost(requests: int, k: int) -> float:
+            return world.cost(Step(requests, k + 1, requests * (k + 1), k, False, written))
+
+        gains = shares(np.minimum(steps, FAR), cost(1, now), cost(count, now)) @ tokens
+        self._now = max(self.rungs, key=lambda k: gains[k] - np.log(cost(count, k)))
+        return self._now
 
 
 def lengths(kind: str, batch: int) -> Array:

@@ -5,10 +5,9 @@ while requests are served. A step that verifies k drafts and makes k new ones is
 bucket of decoding requests, as soon as the steps before it were of the same kind; acceptance is counted by request and by place
 in the window, and forgotten slowly. Decisions are seldom, and seldomer while nothing follows from them.
 
-What is maximised is the pace of the requests, their tokens a second in the geometric mean, weighted by what each may still
-write. Where requests are alike, that makes most tokens a second. Where they are not, it does so in the long run: a request that
-is slow holds its slot the longer, so that a token of it is worth the more. The plain sum of all tokens would let those run ahead
-whose drafts are right anyway, and leave the others for the end.
+What is maximised is the pace of the requests, their tokens a second in the geometric mean, weighted so that the time in which all
+of them end is shortest (`shares`). A request that is slow holds its slot the longer, so that a token of it is worth the more. The
+plain sum of all tokens would let those run ahead whose drafts are right anyway, and leave the others for the end.
 
 Times are beliefs with a spread (`StepTimes`): rungs and buckets are alike, as far as they are neighbours, and what nobody
 measures grows uncertain. The first ones are those of a rehearsal, where there was one (`polydraft.host.rehearsal`). A rung is
@@ -52,14 +51,16 @@ TRIAL = 5
 CHANGE = 0.7
 """Steps that a change of the rung costs: the first one verifies the drafts of before, and its time is that of the larger rung."""
 STAY = 96, 256
-"""Steps for which what a trial shows is useful, at least and at most; between them, as many as the bucket has seen so far."""
-GAIN = 0.015
-"""By how much more pace another rung must promise, and windows: no change is free."""
+"""Steps for which what a trial shows is useful, at least and at most; between them, as many as the bucket has seen so far, or
+fewer where requests that end leave it sooner."""
+GAIN, LIMITS = CHANGE / STAY[0], 0.015
+"""By how much more pace another rung must promise, and windows, which hide what the drafts are worth that they leave out."""
 FIRST, BEGINNING = 3, 5
 """Drafts of the first steps at most; and the steps before the first decision where times are known from a rehearsal, which does
 not show whether drafts are right."""
-FAR = 512
-"""Tokens still to write for which a request counts at most: ends that are further away are seldom reached."""
+FAR, LAST = 512, 4.0
+"""Steps still to take for which a request counts at most: ends that are further away are seldom reached; and the power of them
+that its chance to be the last one grows with: ends may come sooner than they have to."""
 FORGET, FORGET_ALL = 0.95, 0.98
 """What is left of a round's evidence about its request after the next round, and about all requests after the next step: a place
 that nobody tries any more is soon taken to be like the one before it, which may have changed. As much as of all is left of a
@@ -281,6 +282,16 @@ def hoped(mean: float, variance: float) -> float:
     )
 
 
+def shares(steps: Array, alone: float, together: float) -> Array:
+    """[n]: what the progress of each request in a step is worth, of 1 in all, where the time until all have ended counts. `steps`
+    [n] are those that each still takes; a step takes so long with one request, and so long with all of these. A step less of one
+    request saves what a request adds to a step; if it is the last one to end, also what a step takes in any case."""
+    each, last = (together - alone) / max(len(steps) - 1, 1), steps**LAST
+    found: Array = each + max(alone - each, 0.0) * last / np.add.reduce(last)
+    total: float = np.add.reduce(found)
+    return found / total
+
+
 class _Way(NamedTuple):
     """A way to go on: a rung, with windows or without."""
 
@@ -310,8 +321,8 @@ class AdaptiveDrafts:
         """The last rung that was not tried but chosen, and whether with windows."""
         self._step, self._filed, self._looked = 0, 0, 0
         """Steps so far, and when times and rounds were last filed."""
-        self._stayed = [0] * len(self.times.buckets)
-        """Steps of each bucket."""
+        self._stayed, self._stays = [0] * len(self.times.buckets), 0.0
+        """Steps of each bucket; and those until requests that end leave this one, if no others come."""
         self._ran = [0] * len(self.rungs)
         """The last step of each rung, or of one above it."""
         self._before = 0.0
@@ -368,10 +379,15 @@ class AdaptiveDrafts:
         self._looked = self._step
         mean, cov = self.times.belief(self._bucket, self._step)
         lasting = self.acceptance.lasting(decode, slots.window[decode])
-        weights = np.minimum(np.maximum(slots.max_total[decode] - slots.num_known[decode], 1), FAR)
+        steps = np.maximum(slots.max_total[decode] - slots.num_known[decode], 1) / (
+            1.0 + np.add.reduce(lasting[: self.rungs[self._chosen[0]]])
+        )
+        self._stays = float(np.sort(steps)[len(decode) - self._bounds[0] - 1])
+        together = float(mean[self._chosen[0]])
+        alone = min(float(self.times.mean[0, self._chosen[0]]), together)  # nothing, where that is not known
         gains = np.log1p(np.add.accumulate(lasting))
         gains[1:] -= gains[:-1]
-        gains *= weights / np.add.reduce(weights)
+        gains *= shares(np.minimum(steps, FAR), alone, together)
         ways, kept = self._ways(mean, lasting, gains)
         paces = [way.pace for way in ways]
         best = paces.index(max(paces))
@@ -403,7 +419,7 @@ class AdaptiveDrafts:
             if left < drafts[rung]:
                 spared = 1.0 - left / drafts[rung]
                 time = seconds[rung] - part * spared * (seconds[rung] - seconds[0])
-                ways.append(_Way(rung, spared, time, gain - math.log(time) - GAIN))
+                ways.append(_Way(rung, spared, time, gain - math.log(time) - LIMITS))
         self._limited_seconds = max(ways, key=_pace).seconds
         return ways, kept
 
@@ -425,7 +441,7 @@ class AdaptiveDrafts:
         slopes = np.array(rows)
         slopes -= slopes[best]
         variances = np.add.reduce(slopes @ cov * slopes, axis=1).tolist()
-        stay = min(max(self._stayed[self._bucket], STAY[0]), STAY[1])
+        stay = min(max(min(self._stayed[self._bucket], self._stays), STAY[0]), STAY[1])
         doubt = self.times.doubt(TRIAL - SETTLING) + self.times.unrest * EVERY
         found, most = best, 0.0
         for i, (way, of_times) in enumerate(zip(ways, variances, strict=True)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.gpu_rounds import copy_rate
 from polydraft.backend import DeviceOptions
+from polydraft.bench import report
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
@@ -34,6 +34,10 @@ from polydraft.plugins.plugins import Plugins
 SHAPES = {"ernie21": (2560, 1536, 64, 6), "glm12": (4096, 1408, 128, 8), "qwen3-30b": (2048, 768, 128, 8)}
 """Hidden size, width of an expert, experts, experts of a row."""
 ROWS = (1, 4, 8, 32, 64, 128, 256)
+METHOD = (
+    "one layer's routed experts, launched one after another with choices in turn; each row draws its experts uniformly without "
+    "replacement; bytes are those of every expert that some row chose, with its scales; share is of the copy rate of the same run"
+)
 LAUNCHES, REPEATS, CHOICES = 24, 7, 8
 
 
@@ -80,6 +84,8 @@ def main() -> None:
     parser.add_argument("--packing", choices=("none", *PACKINGS), action="append", help="of weights; each in turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    from polydraft_cuda.device import device_name, driver_version
+
     plugins, rng = Plugins.load(options.backend), np.random.default_rng(0)
     device = plugins.open_device("", DeviceOptions(options.dtype, False))
     table = plugins.kernels(device)
@@ -109,16 +115,15 @@ def main() -> None:
                 touched.append(len(np.unique(ids)) * each)
             took = seconds(device, lambda number, those=launches, n=n: those[number % CHOICES](device.stream, n))
             floor = statistics.mean(touched) / rate
-            row = {"shape": shape, "packing": packing, "rows": n, "us": round(took * 1e6, 1), "share": round(floor / took, 3)}
-            rows_found.append(row)
+            figures = {"us": round(took * 1e6, 1), "copy_rate_share": round(floor / took, 3), "copy_bytes_per_s": round(rate)}
+            cell = {"shape": shape, "backend": options.backend, "packing": packing, "draft_tokens": 0, "batch": n}
+            rows_found.append({**cell, **figures})
             print(f"{shape} {packing} {n:4d} rows: {took * 1e6:8.1f} us, {floor / took:.0%} of the copy rate", flush=True)
     if options.json:
-        facts = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": str(getattr(device, "name", "")),
-            "copy_tb_s": round(rate / 1e12, 3),
-        }
-        options.json.write_text(json.dumps({**facts, "estimator": "median of means", "rows": rows_found}, indent=1) + "\n")
+        result = report.document(
+            rows_found, device=device_name(0), driver=str(driver_version()), method=METHOD, estimator="median of means"
+        )
+        report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -403,6 +403,18 @@ def test_an_unknown_behaviour_is_refused():
         emulated_ranks("ranks=early")
 
 
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("ranks=late,stall@2:1", "ranks has stall@2:1, and there are 2 ranks, 0 to 1; name one of them"),
+        ("ranks=skip@1:0", "ranks has 'skip@1:0', wanted late"),  # counted from 1
+    ],
+)
+def test_a_behaviour_that_would_never_come_is_refused(query: str, words: str):
+    with soon(), pytest.raises(ConfigError, match=words):
+        emulated_ranks(query, 2)
+
+
 # -- memory ------------------------------------------------------------------------------------------------
 ROOM = 1 << 20
 

@@ -28,7 +28,7 @@ LATE_S: Final = 0.002
 OFTEN: Final = 0.2
 """Share of collectives to which a rank comes late."""
 NAP_S: Final = 0.002
-_ITEM: Final = re.compile(r"late|(stall|dead|skip)@(\d+):(\d+)")
+_ITEM: Final = re.compile(r"late|(stall|dead|skip)@(\d+):([1-9]\d*)")
 
 
 class Fault(NamedTuple):
@@ -56,8 +56,15 @@ def read(text: str) -> tuple[bool, tuple[Fault, ...]]:
 
 
 def collectives_of(group: Group, seed: int, text: str) -> dict[str, Callable[[Any, Limits], Run]]:
-    """The kernels of one rank, by contract, with what the device string asks of it."""
+    """The kernels of one rank, by contract, with what the device string asks of it. Raises `ConfigError` for a behaviour that is
+    unknown, or of a rank that is not there."""
     late, faults = read(text)
+    for fault in faults:
+        if fault.rank >= group.size:
+            raise ConfigError(
+                f"emulator option ranks has {fault.what}@{fault.rank}:{fault.number}, and there are {group.size} ranks, 0 to "
+                f"{group.size - 1}; name one of them"
+            )
     mine = {fault.number: fault.what for fault in faults if fault.rank == group.rank}
     plain = dict(kernels(group))
     if not late and not mine:

@@ -12,6 +12,7 @@ from polydraft_torch.kernels import OWN
 from polydraft.backend import DeviceOptions
 from polydraft.conformance import conform
 from polydraft.conformance.catalogue import every_check
+from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.pages import page
 from polydraft.conformance.proof import matrix, prove
 from polydraft.conformance.report import Selection
@@ -60,6 +61,13 @@ def test_it_conforms(selection: Selection):
 def test_the_zoo_dies_around_it():
     proof = prove(polydraft_torch)
     assert proof.status == 0, matrix(proof)
+
+
+def test_refills_are_seen_of_a_backend_that_keeps_the_arrays_it_is_given():
+    """Its weights lie in the case's own arrays, which a refill overwrites: each compared with itself says nothing."""
+    (trial,) = prove(polydraft_torch, mutants=[mutant for mutant in MUTANTS if mutant.id == "M280"], variants=()).trials
+    assert (trial.unbroken, trial.broken) == ("pass", "fail"), trial
+    assert "behind a second refill" in trial.message
 
 
 def test_a_failed_launch_is_told_at_the_next_wait():

@@ -7,6 +7,7 @@ looked at in `host_checks.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,9 @@ def _other(value: Matrix) -> Matrix:
 
 
 def bound(kernel: Contract, case: Case, target: Target, opened: Opened, init_meta: Any) -> Bound:
-    """The kernel on the first dtype that is declared."""
+    """The kernel on the first dtype that is declared, over copies of the weights: a backend may keep what it is given, and a
+    refill would then write into the case itself."""
     act = target.info.capabilities.dtypes[0]
-    return Bound(kernel, case, opened.device, opened.table, act=act, init_meta=init_meta)
+    weights = {name: deepcopy(case.arrays[name]) for name in weights_of(kernel)}
+    own = replace(case, arrays={**case.arrays, **weights})
+    return Bound(kernel, own, opened.device, opened.table, act=act, init_meta=init_meta)

@@ -258,6 +258,15 @@ events.send(wire.encode(wire.Ready("m", "/", "reference", 8, 1, 0, 8, "", {}, []
 time.sleep(600)
 """
 
+FAILED = SERVING.replace(
+    "time.sleep(600)",
+    "from typing import get_origin, get_type_hints\n"
+    "counts = {name: (get_origin(kind) or kind)() for name, kind in get_type_hints(wire.Stats).items()}\n"
+    "commands.recv()\n"
+    "events.send(wire.encode(wire.Stats(**{**counts, 'failure': 'rank 1 is gone'})))\n"
+    "time.sleep(600)",
+)
+
 
 class Scene:
     """A client whose processes run these programs, the last one again and again."""
@@ -314,6 +323,25 @@ def test_hung_processes_are_given_up_as_well(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(DeviceError, match="ended 2 times"):
             await client.until_failed()
         assert client.hangs == 2
+
+    scene.play(act)
+
+
+def test_nothing_is_sent_to_an_engine_that_has_failed_until_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may take long to end, by closing the engine."""
+    scene = Scene(monkeypatch, FAILED, SERVING)
+
+    async def act(client: EngineClient) -> None:
+        await client.start()
+        await client.stats()
+        assert client.stalled
+        with pytest.raises(EngineGone, match="the engine has failed: rank 1 is gone; send the request again in a while"):
+            await anext(client.generate([([1], {})], first_s=5))
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while client.restarts == 0 or client.state != "ready":
+            await client._next_state()
+        assert not client.stalled
 
     scene.play(act)
 

@@ -153,6 +153,8 @@ class EngineClient:
         self.lost = ""
         """Why requests are refused until weights are given: an update failed half-way, or others had been given to an engine
         whose process died. "" where they are served."""
+        self._failure = ""
+        """Why the engine serves nothing any more, told by its process, which ends of it."""
         self._given = False
         """Whether other weights than those of the start were given."""
         self._level = 0
@@ -202,8 +204,8 @@ class EngineClient:
 
     @property
     def stalled(self) -> bool:
-        """Whether the engine has not answered for so long that new requests had better go elsewhere."""
-        return self.state == "ready" and self.silent_s > min(STALLED_S, self._watchdog_s / 2)
+        """Whether new requests had better go elsewhere: the engine has not answered for long, or its process ends."""
+        return self.state == "ready" and (bool(self._failure) or self.silent_s > min(STALLED_S, self._watchdog_s / 2))
 
     # -- the process -------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -259,7 +261,7 @@ class EngineClient:
 
     async def _attend(self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket) -> str:
         """Talk to a process until it ends, or is ended; returns how that came."""
-        self._unanswered = 0
+        self._unanswered, self._failure = 0, ""
         death = asyncio.create_task(asyncio.to_thread(process.wait))
         reader, watchdog = asyncio.create_task(self._read(events)), asyncio.create_task(self._watch())
         start = asyncio.ensure_future(
@@ -369,10 +371,10 @@ class EngineClient:
             self._count(event)
 
     def _count(self, event: wire.Stats) -> None:
-        """Counts to whoever asked for them; alarms that are new are told."""
+        """Counts to whoever asked for them; alarms that are new are told, and a failure ends what is admitted."""
         for kind, sentence in event.alarms_said.items() - self._alarms.items():
             self._tell("acceptance", alarm=kind, message=sentence)
-        self._alarms = event.alarms_said
+        self._alarms, self._failure = event.alarms_said, event.failure
         for waiting in self._stats:
             if not waiting.done():
                 waiting.set_result(event)
@@ -447,6 +449,8 @@ class EngineClient:
             raise EngineGone(f"the engine has {self.state} for good, and the server ends; send the request to another one")
         if self.state != "ready":
             raise EngineGone(f"the engine is {self.state}; send the request again in a while")
+        if self._failure:
+            raise EngineGone(f"the engine has failed: {self._failure}; send the request again in a while")
         if self.asleep:
             raise EngineGone("the engine is asleep; send the request again once it was woken up")
         if self.lost:

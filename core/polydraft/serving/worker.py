@@ -142,6 +142,7 @@ class Worker:
             return False
         if self._engine is not None:
             if self.failure:
+                self._sender.put(self._stats(self._engine))  # closing the engine takes its time: nothing more is sent here
                 self._tell(self._engine, always=True)
             with suppress(DeviceError) if self.failure else nullcontext():
                 self._engine.close()

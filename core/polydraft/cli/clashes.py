@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, requires
-from pathlib import PurePath
 
 
 def clashes() -> list[str]:
@@ -37,9 +36,10 @@ def _required() -> set[str]:
 
 
 def _import_packages(distribution: Distribution) -> set[str]:
-    """Top-level packages with an `__init__.py` of their own; namespace packages are meant to be shared."""
-    paths = (PurePath(str(file)) for file in distribution.files or ())
-    return {path.parts[0] for path in paths if len(path.parts) == 2 and path.name == "__init__.py"}
+    """Top-level packages with an `__init__.py` of their own; namespace packages are meant to be shared. `Distribution.files`
+    would make a path of every line, of which large packages have ten thousands."""
+    record = distribution.read_text("RECORD") or ""
+    return set(re.findall(r'^"?([^/",]+)/__init__\.py"?,', record, re.MULTILINE))
 
 
 def _normal(name: str) -> str:

@@ -47,7 +47,7 @@ _HALF, _ONE, _LOW = np.uint64(32), np.uint64(1), np.uint64((1 << 32) - 1)
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MULTIPLIER: Final = 0x5851F42D4C957F2D  # odd, so it has an inverse
 _POWERS, _INVERSES = (
-    np.array([pow(base, i, 1 << 64) for i in range(STRETCH + LONGEST + 1)], np.uint64)
+    np.cumprod(np.array([1] + [base] * (STRETCH + LONGEST), np.uint64), dtype=np.uint64)  # modulo 2^64
     for base in (_MULTIPLIER, pow(_MULTIPLIER, -1, 1 << 64))
 )
 _PLACES: Final = np.arange(STRETCH + LONGEST + 1)

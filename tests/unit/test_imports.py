@@ -88,14 +88,15 @@ Check = Callable[[ast.AST, Path], list[str]]
 CHECKS: list[Check] = [foreign_imports, environment_reads, unpickling]
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in MODULES}
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_core_has_none(check: Check):
-    assert MODULES, f"no modules below {CORE}"
-    found = {
-        str(path.relative_to(ROOT)): places
-        for path in MODULES
-        if (places := check(ast.parse(path.read_text(encoding="utf-8"), str(path)), path))
-    }
+def test_core_has_none(check: Check, trees: dict[Path, ast.Module]):
+    assert trees, f"no modules below {CORE}"
+    found = {str(path.relative_to(ROOT)): places for path, tree in trees.items() if (places := check(tree, path))}
     assert not found
 
 

@@ -173,11 +173,17 @@ def _stored(node: ast.AST) -> list[ast.expr]:
 
 
 @functools.cache
+def names() -> frozenset[str]:
+    """Of all fields of all records."""
+    return frozenset[str]().union(*(record.fields for record in RECORDS))
+
+
+@functools.cache
 def loaded(tree: ast.AST) -> frozenset[tuple[str, str]]:
-    """(receiver, field) of every attribute that is not only stored into."""
-    stored = {id(target) for node in ast.walk(tree) for target in _stored(node)}
-    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in stored)
-    return frozenset((ast.unparse(node.value), node.attr) for node in attributes)
+    """(receiver, field) of every attribute that is called like a field of some record, and is not only stored into."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names()]
+    stored = {id(target) for node in ast.walk(tree) for target in _stored(node)} if attributes else set()
+    return frozenset((ast.unparse(node.value), node.attr) for node in attributes if id(node) not in stored)
 
 
 def unread_fields(record: Record, trees: Sequence[ast.AST]) -> set[str]:

@@ -16,7 +16,7 @@ from polydraft.errors import DeviceError
 from polydraft_cuda import CAPABILITIES, compiler
 from polydraft_cuda.kernels import kernels
 from tests.device.paper import SHAPES, bind_collectives, bind_of_ranks, bind_on_paper, bind_packed, bind_shape
-from tests.support.depth import first
+from tests.support.depth import among
 
 try:
     compiler.nvrtc_version()
@@ -31,6 +31,10 @@ Variant = tuple[Path, tuple[tuple[str, str | float], ...]]
 
 SHAPED = ("fp8-channel", "fp8-channel-a8", "fp8-block128-a8", "int8-channel-a8", "int4-channel-zeros", "int4-group32-zeros")
 """Packings whose kernels are compiled in all sizes: each number, and each way in which scales meet sums."""
+
+
+ACTS = ("bf16", "f32")
+"""Dtypes with which every source is bound."""
 
 
 @cache
@@ -88,7 +92,11 @@ ELSEWHERE = {"attention_prefill.cu"}
 """What sm_90 has for heads of sizes that no case has."""
 
 
-@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+OLDEST = compiler.ARCHITECTURES[0]
+"""Which has the fewest instructions."""
+
+
+@pytest.mark.parametrize("arch", among((OLDEST, "sm_90"), compiler.ARCHITECTURES))
 def test_every_source_is_bound(arch: str):
     linear = ("tile", "pair", "parts", "rows", "split", "screen", "prompt")
     experts = ("row", "sum", "tile")
@@ -98,36 +106,44 @@ def test_every_source_is_bound(arch: str):
         *(f"linear_{name}.cu" for name in linear),
     }  # instructions of sm_90a alone
     ours = hopper | {"screen.cu"} if arch != "sm_90" else ELSEWHERE  # what stands behind `linear_screen`
-    assert {source.name for source, _ in variants(arch, ("bf16", "f32"))} == {
-        source.name for source in compiler.all_sources()
-    } - ours
+    assert {source.name for source, _ in variants(arch, ACTS)} == {source.name for source in compiler.all_sources()} - ours
 
 
 @pytest.fixture
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compiler optimise little. It reads the same text, and its assembler judges the same instructions and the same
-    shared memory; with the options that kernels are run with, all of them compile in `make deep`. Not `max`: it keeps branches
-    that are dead for an architecture, with instructions that this one does not have."""
+    shared memory. Not `max`: it keeps branches that are dead for an architecture, with instructions that this one does not
+    have."""
     monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--Ofast-compile=mid"))
 
 
 @needs_compiler
+@pytest.mark.usefixtures("in_a_hurry")
+@pytest.mark.parametrize(
+    ("arch", "name"), [("sm_90", "linear_tile.cu"), ("sm_90", "attention_decode.cu"), (OLDEST, "attention_decode.cu")]
+)
+def test_a_source_compiles(arch: str, name: str):
+    """One with instructions of sm_90a alone, and one for all architectures; `make deep` compiles all sources, also with the
+    options that kernels are run with."""
+    compile_all(arch, (next(one for one in variants(arch, ACTS) if one[0].name == name),))
+
+
+@needs_compiler
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("in_a_hurry")
 def test_every_kernel_compiles_for_the_device_it_is_tuned_for():
-    """Every value of every define; `make deep` compiles all their combinations, for every architecture."""
+    """Every value of every define."""
     found = sample(variants("sm_90", ("bf16",)))
     assert {source for source, _ in found} == {source for source in compiler.all_sources() if source.name not in ELSEWHERE}
     compile_all("sm_90", found)
 
 
-OTHERS = [arch for arch in compiler.ARCHITECTURES if arch != "sm_90"]
-
-
 @needs_compiler
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("in_a_hurry")
-@pytest.mark.parametrize("arch", first(1, OTHERS))  # the oldest, which has the fewest instructions
+@pytest.mark.parametrize("arch", [arch for arch in compiler.ARCHITECTURES if arch != "sm_90"])
 def test_every_source_compiles_for_the_others(arch: str):
     first = {source: (source, defines) for source, defines in reversed(variants(arch, ("bf16",)))}
     compile_all(arch, tuple(first.values()))
@@ -137,6 +153,7 @@ def test_every_source_compiles_for_the_others(arch: str):
 @pytest.mark.deep
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_every_kernel_compiles(arch: str):
+    """All combinations of defines."""
     compile_all(arch, variants(arch))
 
 

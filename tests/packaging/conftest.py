@@ -92,7 +92,8 @@ def installation_of(folder: Path) -> Installation:
 
 def build(*arguments: str | Path, cwd: Path) -> None:
     """Build without an environment of its own where the session's setuptools will do: an environment takes longer than what is
-    built in it. That pyproject.toml names all that a build needs is shown by those that are built in one all the same."""
+    built in it. That pyproject.toml names all that a build needs is shown where pip builds the source distribution in one
+    (`test_install_matrix.py`, in `make deep`)."""
     newest = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools") else "0"
     here = ("--no-isolation",) if int(newest.partition(".")[0]) >= SETUPTOOLS else ()
     run(sys.executable, "-m", "build", *here, *arguments, cwd=cwd)
@@ -100,8 +101,8 @@ def build(*arguments: str | Path, cwd: Path) -> None:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """The wheel is built from the source distribution, in an environment of its own, and its kernels are not optimised: which
-    takes half the time. The installation that runs these tests has optimised ones."""
+    """The wheel is built from the source distribution, and its kernels are not optimised: which takes half the time. The
+    installation that runs these tests has optimised ones."""
     base = tmp_path_factory.mktemp("distributions")
     source = copy_project(base / "source")
     text, changes = re.subn('"-O2"', '"-O0"', (source / "setup.py").read_text(encoding="utf-8"))
@@ -111,7 +112,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     (sdist,) = (base / "dist").glob("*.tar.gz")
     shutil.unpack_archive(sdist, base / "unpacked")
     (unpacked,) = (base / "unpacked").iterdir()
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", base / "dist", unpacked, cwd=base)
+    build("--wheel", "--outdir", base / "dist", unpacked, cwd=base)
     (wheel,) = (base / "dist").glob("*.whl")
     return Distributions(sdist, wheel)
 

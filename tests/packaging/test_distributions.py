@@ -145,6 +145,7 @@ def test_installed_command_generates_without_extras(installed: Installation):
     assert len(answer["requests"][0]["token_ids"]) == 8
 
 
+@pytest.mark.deep
 def test_installed_command_conforms_without_extras(installed: Installation):
     code = """
 import json, subprocess, sys

@@ -32,6 +32,7 @@ def origins(environment: Installation) -> list[Path]:
     return [Path(origin).resolve().parent for origin in json.loads(environment.python(ORIGINS))]
 
 
+@pytest.mark.deep
 def test_wheel_of_two_roots(two_roots: Path, tmp_path: Path):
     build("--wheel", "--outdir", tmp_path, two_roots, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

@@ -40,7 +40,7 @@ NOTHING = 4
 PLACES = ("the parent of a clone", "the root", "traps")
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=among(PLACES[-1:], PLACES))
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A working directory: one with a clone called polydraft, which is a namespace package then; none of ours; one of traps."""
     if request.param == "the root":
@@ -70,7 +70,6 @@ def test_the_kit_runs_its_children(directory: Path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("directory", among(PLACES[-1:], PLACES), indirect=True)
 @pytest.mark.skipif(find_spec("zmq") is None or find_spec("starlette") is None, reason="the extra `serve` is not installed")
 def test_the_server_runs_its_engine(directory: Path):
     with serving(POLYDRAFT, "--backend", "reference", cwd=directory):

@@ -50,10 +50,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def entry_points_are_read_once() -> Iterator[None]:
-    """Each engine that a test opens asks for plugins, and Python then parses the entry points of all installed packages anew: a
-    twentieth of the run. A file that comes, goes or changes is read again."""
-    read: Any = importlib.metadata.PathDistribution.entry_points
+    """Each engine that a test opens asks for plugins, and Python then parses the entry points and names of all installed packages
+    anew: a twentieth of the run. A file that comes, goes or changes is read again; a name is that of its folder."""
+    installed: Any = importlib.metadata.PathDistribution
+    read, named = installed.entry_points, installed._normalized_name
     known: dict[tuple[str, int, int], Any] = {}
+    names: dict[str, str] = {}
 
     def entry_points(self: Any) -> Any:
         file = os.path.join(str(self._path), "entry_points.txt")  # noqa: PTH118  one for each package, each time
@@ -66,9 +68,15 @@ def entry_points_are_read_once() -> Iterator[None]:
             known[key] = read.fget(self)
         return known[key]
 
-    importlib.metadata.PathDistribution.entry_points = property(entry_points)  # type: ignore[assignment, method-assign, misc]
+    def name(self: Any) -> str:
+        folder = str(self._path)
+        if folder not in names:
+            names[folder] = named.fget(self)
+        return names[folder]
+
+    installed.entry_points, installed._normalized_name = property(entry_points), property(name)
     yield
-    importlib.metadata.PathDistribution.entry_points = read  # type: ignore[method-assign, misc]
+    installed.entry_points, installed._normalized_name = read, named
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -156,13 +156,18 @@ class Args:
         """Buffers, weights, caches and metadata of the record, by identity, to whether the contract reads what was there. Worked
         out once a record, because every program of a step asks for it."""
         found: dict[int, bool] = {}
-        for name, spec in self.specs().items():
-            if isinstance(spec, ParamSpec):
-                continue
-            value, reads = getattr(self, name), spec.access != "out"
-            for one in value if isinstance(spec, ColumnsSpec) else () if value is None else (value,):
+        for name, reads, several in self._touching():
+            value = getattr(self, name)
+            for one in value if several else () if value is None else (value,):
                 found[id(one)] = found.get(id(one), False) or reads
         return found
+
+    @classmethod
+    @functools.cache
+    def _touching(cls) -> tuple[tuple[str, bool, bool], ...]:
+        """Fields that `touches` looks at, whether the contract reads what was there, and whether it is a tuple of columns."""
+        found = ((name, spec) for name, spec in cls.specs().items() if not isinstance(spec, ParamSpec))
+        return tuple((name, spec.access != "out", isinstance(spec, ColumnsSpec)) for name, spec in found)
 
     def buffers(self) -> dict[str, tuple[Buffer, Access]]:
         """Every buffer of the record with what is done to it, in order; columns of a tuple are called as `column_name`

@@ -36,9 +36,9 @@ class Loaded:
     @classmethod
     def from_entry(cls, role: Role, name: str) -> Loaded:
         """Import the entry point `name` of the role's group."""
-        plugin = load_entry(role.group, name)
+        entry, plugin = load_entry(role.group, name)
         check_hooks(name, plugin, role)
-        return cls(name, role, origin(find(role.group)[name][0]), plugin, digest(plugin), name)
+        return cls(name, role, origin(entry), plugin, digest(plugin), name)
 
     @classmethod
     def from_option(cls, where: str) -> Loaded:
@@ -85,8 +85,9 @@ def origin(entry: EntryPoint) -> str:
     return f"{entry.dist.name if entry.dist else 'unknown'} ({entry.value})"
 
 
-def load_entry(group: str, name: str) -> Any:
-    """Import the one plugin that was named. Raises `PluginError` naming it, the cause and what to do."""
+def load_entry(group: str, name: str) -> tuple[EntryPoint, Any]:
+    """Import the one plugin that was named: its entry point, and what that is of. Raises `PluginError` naming it, the cause and
+    what to do."""
     installed = find(group)
     if name not in installed:
         there = ", ".join(installed) or "none"
@@ -97,7 +98,7 @@ def load_entry(group: str, name: str) -> Any:
             f"several packages register {name!r} in {group}: {' and '.join(map(origin, installed[name]))}; uninstall all but one"
         )
     try:
-        return entry.load()
+        return entry, entry.load()
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {name!r} ({origin(entry)}) failed to import: {type(error).__name__}: {error}; "

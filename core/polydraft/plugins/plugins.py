@@ -94,11 +94,14 @@ class Plugins:
             *(Loaded.from_entry(EXTENSION, name) for name in extensions),
             *(one for one in given if one.role is EXTENSION),
         )
-        info = Manager((*packs_, *others, chosen)).identity(chosen, device)
+        manager = Manager((*packs_, *others, chosen))
+        info = manager.identity(chosen, device)
         _refuse_others(backend, chosen, info)
-        chosen = dataclasses.replace(chosen, name=info.name)
-        mine, unused = _variants(chosen, info, packs_, device, wanted=variants)
-        manager = Manager((*packs_, *mine, *others, chosen))
+        renamed = dataclasses.replace(chosen, name=info.name)
+        mine, unused = _variants(renamed, info, packs_, device, wanted=variants)
+        if mine or renamed.name != chosen.name:
+            manager = Manager((*packs_, *mine, *others, renamed))
+        chosen = renamed
         return cls(manager, chosen, info, packs_, others, len(ordered), mine, unused)
 
     @property

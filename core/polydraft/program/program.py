@@ -255,7 +255,10 @@ class ProgramBuilder:
             found = ((e,) if not isinstance(e, Rewritten) or not e.captured or merged(e) else e.nodes for e in entries)
             return tuple(bind(one) for run in found for one in run)
 
-        apart, beside, together = listed(lambda run: False), listed(lambda run: run.beside_graphs), listed(lambda run: True)
+        apart = listed(lambda run: False)
+        if not any(isinstance(entry, Rewritten) and entry.captured for entry in entries):
+            return Program(self.name, apart, tuple((one.launch, one.unit) for one in apart))
+        beside, together = listed(lambda run: run.beside_graphs), listed(lambda run: True)
         calls, own = (tuple((one.launch, one.unit) for one in found) for found in (apart, beside))
         return Program(self.name, apart, calls, () if together == apart else together, () if own == calls else own)
 

@@ -68,19 +68,21 @@ class Layout:
 
 def build_layout(*, row_slot: Array, positions: Array, block_table: Array, block_size: int, window: int) -> Layout:
     """Group the valid rows of a pass. Runs of at most `window` rows share one padded segment; longer runs stand alone."""
-    rows = np.flatnonzero(row_slot >= 0)
+    rows = (row_slot >= 0).nonzero()[0]
     if rows.size == 0:
         return Layout((), rows, rows)
     slots, places = row_slot[rows], positions[rows]
     blocks = block_table[slots, places // block_size]
     destinations = blocks * block_size + places % block_size
     granted = blocks >= 0
-    starts = np.flatnonzero(np.concatenate(([True], (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1))))
-    lengths = np.diff(starts, append=rows.size)
+    begins = np.ones(rows.size + 1, bool)  # a run begins here, or the last has ended
+    np.logical_or(slots[1:] != slots[:-1], rows[1:] != rows[:-1] + 1, out=begins[1:-1])
+    borders = begins.nonzero()[0]
+    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
     last = np.maximum.reduceat(places, starts)
     short = lengths <= window
-    groups = [np.flatnonzero(short)] if short.any() else []
-    groups += [np.array([i]) for i in np.flatnonzero(~short)]
+    groups = [short.nonzero()[0]] if short.any() else []
+    groups += [np.array([i]) for i in (~short).nonzero()[0]]
     segments = tuple(_segment(rows, places, slots, starts[g], lengths[g], last[g], block_table, block_size) for g in groups)
     return Layout(segments, rows[granted], destinations[granted])
 
@@ -109,7 +111,7 @@ def _segment(
     keys = np.where(real, keys, keys[:, :1])
     visible = key_positions <= places[place][:, :, None]
     packed = np.where(padded, -1, rows[place])
-    flat = np.flatnonzero(packed.ravel() >= 0)
+    flat = (packed.ravel() >= 0).nonzero()[0]
     return Segment(packed, np.maximum(keys, 0), visible, packed.ravel()[flat], flat, spans)
 
 

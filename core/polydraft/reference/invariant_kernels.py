@@ -90,7 +90,7 @@ def attend_rows(a: Any, q: Array, keys: Array, visible: Array) -> Array:
     # An invisible key is replaced by the first that the row sees: its weight is an exact zero, and no poison reaches the sums.
     seen = np.zeros((rows, chunks * KEY_CHUNK), bool)
     seen[:, : keys.shape[1]] = visible
-    first = np.take_along_axis(keys, visible.argmax(axis=1)[:, None], axis=1)
+    first = keys[np.arange(rows), visible.argmax(axis=1)][:, None]
     used = np.repeat(first, chunks * KEY_CHUNK, axis=1)
     np.copyto(used[:, : keys.shape[1]], keys, where=visible)
     gathered = a.cache.kv[:, :, used].reshape(2, kv_heads, rows, chunks, KEY_CHUNK, dim)

@@ -6,6 +6,8 @@ these are an implementation, the goldens are the definition.
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,10 +89,17 @@ def linear(a: Any, limits: Limits) -> Run:
 
 def rope_tables(a: Any, max_len: int) -> tuple[Array, Array]:
     """Factors [max_len, 1, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have
-    factors 1 and 0."""
-    cos, sin = turns(a, max_len)
-    own, partner = np.ones((max_len, 1, a.head_dim), np.float32), np.zeros((max_len, 1, a.head_dim), np.float32)
-    first, second = pair_slices(len(a.frequencies), a.style)
+    factors 1 and 0. Layers that turn alike share them, so nobody may write them."""
+    return _rope_tables(tuple(a.frequencies), a.attention_factor, a.style, a.head_dim, max_len)
+
+
+@functools.lru_cache(maxsize=4)
+def _rope_tables(
+    frequencies: tuple[float, ...], attention_factor: float, style: str, head_dim: int, max_len: int
+) -> tuple[Array, Array]:
+    cos, sin = turns(SimpleNamespace(frequencies=frequencies, attention_factor=attention_factor), max_len)
+    own, partner = np.ones((max_len, 1, head_dim), np.float32), np.zeros((max_len, 1, head_dim), np.float32)
+    first, second = pair_slices(len(frequencies), style)
     own[:, 0, first] = own[:, 0, second] = cos
     partner[:, 0, first], partner[:, 0, second] = -sin, sin
     return own, partner

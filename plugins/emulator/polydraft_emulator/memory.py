@@ -40,20 +40,17 @@ class Guard:
 class Memory:
     """A stretch of device memory with a name and an address. Its contents are opened to running kernels only."""
 
-    __slots__ = ("__weakref__", "_array", "_guard", "freed", "name")
+    __slots__ = ("__weakref__", "_array", "_guard", "address", "freed", "name")
 
     def __init__(self, name: str, array: Array, guard: Guard) -> None:
         self.name, self._array, self._guard, self.freed = name, array, guard, False
+        self.address = _address(array)
+        """Where the memory lies; changes only when the device moves it. Whoever watches asks for it in every launch."""
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return int(self._array.nbytes)
-
-    @property
-    def address(self) -> int:
-        """Where the memory lies; changes only when the device moves it."""
-        return int(self._array.__array_interface__["data"][0])
 
     def open(self) -> Array:
         """The contents, for kernels. Raises `DeviceError` on the host's time and for memory that was given back."""
@@ -85,7 +82,12 @@ class Memory:
     def replace(self) -> None:
         """Continue at another address with the same contents; the old ones are poisoned."""
         old, self._array = self._array, self._array.copy()
+        self.address = _address(self._array)
         poison_array(old)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 class EmulatorBuffer(Memory):

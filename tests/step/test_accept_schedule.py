@@ -23,22 +23,23 @@ SCHEDULE = (0.8, 0.5, 0.25)
 
 def rounds(seed: int, prompt: int, total: int, schedule: tuple[float, ...] = SCHEDULE) -> list[int]:
     """What the schedule says of a request, from its seed and positions alone."""
-    found, known = [], prompt + 1
+    found, known, drawn = [], prompt + 1, uniforms(seed, total)
     while known < total:
         most = min(len(schedule), total - known - 1)
         accepted = 0
-        while accepted < most and uniform(seed, known + accepted) < np.float32(schedule[accepted]):
+        while accepted < most and drawn[known + accepted] < np.float32(schedule[accepted]):
             accepted += 1
         found.append(accepted)
         known += accepted + 1
     return found
 
 
-def uniform(seed: int, position: int) -> float:
+def uniforms(seed: int, total: int) -> list[float]:
+    """What is drawn at each position of a request."""
     key = np.array([seed], np.uint32), np.array([0], np.uint32)
     with np.errstate(over="ignore"):
-        word, _ = threefry(key, (np.array([position], np.uint32), np.array([int(Draw.ACCEPT) << 20], np.uint32)))
-    return int(word[0] >> 8) * 2.0**-24
+        words, _ = threefry(key, (np.arange(total, dtype=np.uint32), np.full(total, int(Draw.ACCEPT) << 20, np.uint32)))
+    return [int(word >> 8) * 2.0**-24 for word in words]
 
 
 ENGINES: dict[str, dict[str, Any]] = {

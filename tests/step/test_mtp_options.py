@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.cli import main
 from polydraft.cli.mtp_check import Seen, verdict
 from polydraft.conformance.oracle.model import OracleModel
 from polydraft.errors import CapabilityError, ConfigError
@@ -80,17 +81,21 @@ def test_what_cannot_be_set_is_refused(model: str, options: tuple[str, ...], err
         rounds(model, *options, draft_tokens=2, proposer="ngram" if error is CapabilityError else "mtp")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from polydraft.cli import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", code, "mtp-check", *arguments], capture_output=True, text=True, check=False)
+def command(*arguments: str) -> tuple[object, str, str]:
+    """Exit status and what it printed."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, pytest.raises(SystemExit) as end:
+        main(["mtp-check", *arguments])
+    return end.value.code, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize("vary", among(["order,feed,recycle"], ["order,feed,recycle", ",".join(CONVENTIONS)]))
 @pytest.mark.parametrize("model", ["mtp-glm", "mtp-ernie"])
 def test_the_conventions_that_a_head_was_trained_with_come_first(model: str, vary: str):
-    run = command("--model", str(DATA / model), "--backend", "cpu", "--vary", vary, "--json", "--max-new-tokens", "160")
-    assert (run.returncode, run.stderr) == (0, "")
-    answer = json.loads(run.stdout)
+    status, out, err = command(
+        "--model", str(DATA / model), "--backend", "cpu", "--vary", vary, "--json", "--max-new-tokens", "160"
+    )
+    assert (status, err) == (0, "")
+    answer = json.loads(out)
     jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/mtp_check-1.json").read_text(encoding="utf-8")))
     first, *others = answer["tried"]
     (true,) = (one for one in answer["tried"] if one["configured"])
@@ -103,16 +108,18 @@ def test_the_conventions_that_a_head_was_trained_with_come_first(model: str, var
 
 
 def test_a_wrong_configuration_is_told_what_to_set():
-    run = command("--model", str(DATA / "mtp-glm"), "--backend", "cpu", "--vary", "order", "--mtp-option", "order=hidden_first")
-    assert run.returncode == 0, run.stderr
-    assert "set --mtp-option order=embedding_first" in run.stdout
-    assert run.stdout.startswith("configured: order=hidden_first feed=post")
+    status, out, err = command(
+        "--model", str(DATA / "mtp-glm"), "--backend", "cpu", "--vary", "order", "--mtp-option", "order=hidden_first"
+    )
+    assert status == 0, err
+    assert "set --mtp-option order=embedding_first" in out
+    assert out.startswith("configured: order=hidden_first feed=post")
 
 
 def test_what_has_no_head_or_no_such_convention_is_refused():
-    run = command("--vary", "order,fed")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("polydraft: --vary fed: wanted some of order, feed, final_norm, recycle, mask_first_position")
+    status, out, err = command("--vary", "order,fed")
+    assert (status, out) == (2, "")
+    assert err.startswith("polydraft: --vary fed: wanted some of order, feed, final_norm, recycle, mask_first_position")
 
 
 def seen(tokens: float, error: float, *, configured: bool = False, order: str = "hidden_first") -> Seen:

@@ -211,21 +211,23 @@ def mix_no_policies(make: Callable[..., Engine], running: Any) -> None:
     engine.update_weights(arrays(), running=running)
     kept = {i: len(engine.requests[i].token_ids) if i in engine.requests else PARAMS.max_new_tokens for i in ids}
     done = drain(engine)
-    alone = {name: runs.engine(name, max_num_seqs=64, draft_tokens=0, logprobs=0, num_blocks=2000) for name in (MODEL, MOVED)}
     for number, i in enumerate(ids):
-        of = done[i]
         if running == "finish":
             assert kept[i] in (0, PARAMS.max_new_tokens)
         assert kept[i] < PARAMS.max_new_tokens or running == "finish" or number >= 64
-        parts = ((MODEL, (), of.token_ids[: kept[i]], 0), (MOVED, of.token_ids[: kept[i]], of.token_ids[kept[i] :], kept[i]))
-        for policy, before, mine, begin in parts:
-            if not mine:
-                continue
-            params = SamplingParams(max_new_tokens=len(mine), ignore_eos=True, logprobs=0)
-            (said,) = served(alone[policy], [(*prompts[number], *before)], params)
-            assert said.token_ids == mine, (i, policy)
-            got = [one.logprob or 0.0 for one in of.tokens[begin : begin + len(mine)]]
-            assert np.allclose(got, [one.logprob or 0.0 for one in said.tokens], atol=1e-4), (i, policy)
+    for policy in (MODEL, MOVED):
+        alone = runs.engine(policy, max_num_seqs=64, draft_tokens=0, logprobs=0, num_blocks=2000)
+        asked = {}
+        for prompt, i in zip(prompts, ids, strict=True):
+            begin, end = (0, kept[i]) if policy == MODEL else (kept[i], PARAMS.max_new_tokens)
+            if begin < end:
+                params = SamplingParams(max_new_tokens=end - begin, ignore_eos=True, logprobs=0)
+                asked[i] = slice(begin, end), alone.add((*prompt, *done[i].token_ids[:begin]), params)
+        said = drain(alone)
+        for i, (mine, asked_as) in asked.items():
+            assert said[asked_as].token_ids == done[i].token_ids[mine], (i, policy)
+            got, wanted = ([one.logprob or 0.0 for one in tokens] for tokens in (done[i].tokens[mine], said[asked_as].tokens))
+            assert np.allclose(got, wanted, atol=1e-4), (i, policy)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from polydraft import LLM, SamplingParams
 from polydraft.host import acceptance_alarms
 
-LONG = SamplingParams(max_new_tokens=120, ignore_eos=True, temperature=0.7)
+LONG = SamplingParams(max_new_tokens=80, ignore_eos=True, temperature=0.7)
 PROMPTS = [
     "def add(a, b):",
     "class Stack:",
@@ -73,7 +73,7 @@ def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_text_that_loops(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(backend="reference", draft_tokens=2, max_num_seqs=2)
-    loop = SamplingParams(max_new_tokens=500, ignore_eos=True, logit_bias={llm.engine.tokenizer.encode("a")[-1]: 100.0})
+    loop = SamplingParams(max_new_tokens=250, ignore_eos=True, logit_bias={llm.engine.tokenizer.encode("a")[-1]: 100.0})
     llm.generate(["x"], loop)
     assert {kind: count for kind, count in llm.engine.alarms.count.items() if count} == {"loop": 1}
     assert "repeats its last 1 tokens" in caplog.text

@@ -303,7 +303,7 @@ def untouched(outputs: Sequence[RequestOutput], own: SamplingParams) -> bool:
 
 @pytest.mark.parametrize(
     ("run", "own", "device"),
-    crossed(2, [0, 1, 4], [FREE, SAMPLED], runs.DEVICES),
+    crossed(4, [0, 1, 4], [FREE, SAMPLED], runs.DEVICES),
     indirect=["device"],
     ids=lambda value: str(value) if isinstance(value, (int, str)) else "sampled" if value.temperature else "greedy",
 )

@@ -38,7 +38,7 @@ def in_chunks(running: Engine, largest: int) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("drafting", "device"), crossed(3, [("narrow", 1), ("shared", 2), ("narrow", 3), ("deep", 5)], DEVICES), ids=str
+    ("drafting", "device"), crossed(4, [("narrow", 1), ("shared", 2), ("narrow", 3), ("deep", 5)], DEVICES), ids=str
 )
 def test_rounds_do_not_depend_on_the_chunks(drafting: tuple[str, int], device: str) -> None:
     model, num_drafts = drafting

@@ -84,7 +84,7 @@ MODES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_drafts", "options"), crossed(3, KS, MODES), ids=str)
+@pytest.mark.parametrize(("num_drafts", "options"), crossed(6, KS, MODES), ids=str)
 def test_every_k_in_every_mode(num_drafts: int, options: dict[str, Any]) -> None:
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]
     scene = Scene(model, "reference", num_drafts, {"max_num_seqs": 5, "block_size": 4}, mixed_asks(model, 6))

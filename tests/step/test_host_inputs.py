@@ -155,7 +155,7 @@ def test_a_mask_is_lossless_behind_drafts(proposer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "graph", "depth"), crossed(3, [("mtp", 1), ("mtp", 2), ("host-suffix", 3)], ["off", "decode"], DEPTHS), ids=str
+    ("of", "graph", "depth"), crossed(4, [("mtp", 1), ("mtp", 2), ("host-suffix", 3)], ["off", "decode"], DEPTHS), ids=str
 )
 def test_a_mask_is_the_same_at_every_depth(of: tuple[str, int], graph: str, depth: int) -> None:
     proposer, seed = of

@@ -67,7 +67,7 @@ def equals(count: int, length: int, num_tokens: int) -> list[Ask]:
     return [Ask(p, replace(kinds[i % 2], max_new_tokens=num_tokens, ignore_eos=True)) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize(("device", "num_drafts"), crossed(3, DEVICES, [0, 1, 3, 5]))
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(4, DEVICES, [0, 1, 3, 5]))
 def test_requests_that_grow_together_are_preempted_and_resumed(device: str, num_drafts: int) -> None:
     asks = equals(4, 6, 30)
     _, outputs, counts = serve(

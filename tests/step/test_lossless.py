@@ -258,7 +258,7 @@ def progress(what: str) -> Progress:
     return Progress(what, settings().max_examples)
 
 
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 many = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -284,7 +284,7 @@ def mixed_asks(model: str, count: int) -> tuple[Ask, ...]:
     return tuple(Ask(prompt, replace(kinds[i % 4], max_new_tokens=18), 2 * i) for i, prompt in enumerate(prompts))
 
 
-@pytest.mark.parametrize(("device", "num_drafts"), crossed(5, DEVICES | ORDERS, KS))
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(6, DEVICES | ORDERS, KS))
 def test_every_k_on_every_kind_of_device(device: str, num_drafts: int) -> None:
     """What the property above draws at random, once for each pair, with a batch that fills up and drains."""
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]
@@ -335,7 +335,7 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_demo_checkpoint(device: str, num_drafts: int, options: dict[str, Any]) -> None:
-    demo_is_lossless(device, num_drafts, 24, **options)
+    demo_is_lossless(device, num_drafts, 16, **options)
 
 
 @pytest.mark.deep
@@ -348,10 +348,9 @@ def test_demo_checkpoint_deep(device: str, num_drafts: int) -> None:
 
 
 def test_demo_drafts_of_sampled_requests_are_accepted_as_the_oracle_accepts_them() -> None:
-    for device in ("reference", "lazy-1"):
-        asks, outputs = serve_demo(device, 3, 8)
-        for ask, output in zip(asks[-3:], outputs[-3:], strict=True):
-            check_against_oracle("", 3, ask, output)
+    asks, outputs = serve_demo("lazy-1", 3, 8)
+    for ask, output in zip(asks[-3:], outputs[-3:], strict=True):
+        check_against_oracle("", 3, ask, output)
 
 
 @pytest.mark.deep

@@ -72,7 +72,7 @@ def check(served_by: Engine, model: str, rule: str) -> None:
         assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason), ask
 
 
-@pytest.mark.parametrize(("rule", "model", "num_drafts"), crossed(2, RULES, MODELS, range(6)))
+@pytest.mark.parametrize(("rule", "model", "num_drafts"), crossed(3, RULES, MODELS, range(6)))
 def test_texts_do_not_depend_on_drafts_or_batch(model: str, rule: str, num_drafts: int) -> None:
     slots = (12, 7, 2, 16, 4, 3)[num_drafts]
     check(engine(model, draft_tokens=num_drafts, max_num_seqs=slots, block_size=4, max_batched_tokens=80), model, rule)

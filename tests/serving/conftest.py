@@ -1,6 +1,7 @@
 """Servers for the tests of serving: started as users start them, on a free port, and stopped after the tests.
 
-The fixture `server` is one per module; `Served` starts others with other options.
+The fixtures `server` and `agents` are one each for all files of a process, since whatever clients do to a server it serves on;
+`Served` starts others with other options.
 """
 
 from __future__ import annotations
@@ -90,6 +91,14 @@ class Served:
         """What the log says so far."""
         return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
 
+    def event(self, name: str) -> dict[str, Any]:
+        """The one event of this name, once it is in the log, which is written a little later than things happen."""
+        deadline = time.monotonic() + 20
+        while not (found := [event for event in self.events() if event["event"] == name]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (one,) = found
+        return one
+
     def stop(self) -> int:
         """End it as an init system does; returns its status."""
         if self.process.poll() is None:
@@ -105,7 +114,7 @@ class Served:
         return status
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One that tells reasoning from replies and serves tools, bound by grammars."""
     folder = tmp_path_factory.mktemp("agents")
@@ -119,7 +128,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert served.stop() == 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(tmp_path_factory.mktemp("served"))
     yield served

@@ -37,7 +37,7 @@ def chat(client: Any, content: str = "hi", extra: dict[str, Any] | None = None, 
 
 # -- reasoning -------------------------------------------------------------------------------------
 def test_the_start_says_how_reasoning_is_told_from_the_reply(agents: Served) -> None:
-    (ready,) = [event for event in agents.events() if event["event"] == "ready"]
+    ready = agents.event("ready")
     assert ready["reasoning_parser"] == "qwen3 (the chat template has <think> and </think>)"
 
 
@@ -136,7 +136,7 @@ def check(call: Any, names: tuple[str, ...] = ("weather", "clock")) -> None:
 
 
 def test_the_start_says_how_tools_are_called(agents: Served) -> None:
-    (ready,) = [event for event in agents.events() if event["event"] == "ready"]
+    ready = agents.event("ready")
     assert ready["tool_call_parser"] == 'hermes (the chat template has <tool_call> and </tool_call> and "arguments")'
 
 

@@ -103,6 +103,7 @@ def test_a_server_tells_what_it_does_while_it_starts_and_drains(serve: Callable[
     assert not [event for event in served.events() if event["event"] == "http"], "and quietly"
 
 
+@pytest.mark.deep
 def test_an_engine_that_hangs_is_told_to_everybody_and_replaced(serve: Callable[..., Served]) -> None:
     served = serve("--watchdog-timeout", "1")
     with (
@@ -125,6 +126,7 @@ def test_an_engine_that_hangs_is_told_to_everybody_and_replaced(serve: Callable[
     assert figures(served)[f'polydraft:engine_hangs{{model_name="{MODEL}"}}'] >= 1
 
 
+@pytest.mark.deep
 def test_a_second_signal_does_not_wait_for_an_engine_that_is_stopped(serve: Callable[..., Served]) -> None:
     served = serve()
     pid = worker(served)
@@ -186,6 +188,7 @@ def test_six_deaths_are_the_end(serve: Callable[..., Served]) -> None:
     assert "ended 6 times within 120 seconds of service" in served.process.stderr.read().splitlines()[-1]
 
 
+@pytest.mark.deep
 def test_half_requests_on_every_descriptor_do_no_harm(serve: Callable[..., Served]) -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
@@ -223,6 +226,7 @@ def test_a_template_that_is_none_is_told_before_anything_starts(tmp_path: Path, 
     assert "the chat template does not compile" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.deep
 def test_a_model_whose_template_is_none_is_not_served(tmp_path: Path) -> None:
     model = tmp_path / MODEL
     shutil.copytree(tiny.checkpoint(MODEL), model)

@@ -62,6 +62,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         served.stop()
 
 
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with limits of several kinds."""
+    limits = ("--max-body-bytes", "2000", "--stall-timeout", "1", "--max-requests", "2", "--max-new-tokens", "8")
+    served = Served(tmp_path_factory.mktemp("bounded"), *limits)
+    yield served
+    assert served.stop() == 0
+
+
 def post(served: Served, route: str = "/v1/completions", /, *, headers: Any = None, **body: Any) -> httpx.Response:
     return httpx.post(served.url + route, json=body, headers=headers, timeout=30)
 
@@ -143,8 +152,8 @@ def test_a_negative_seed_is_the_one_with_the_same_64_bits(server: Served) -> Non
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
-def test_a_body_that_is_too_large_or_lies_about_its_length(serve: Callable[..., Served]) -> None:
-    served = serve("--max-body-bytes", "2000", "--stall-timeout", "1")
+def test_a_body_that_is_too_large_or_lies_about_its_length(bounded: Served) -> None:
+    served = bounded
     assert post(served, prompt="w1 " * 1000).status_code == 413
     chunks = (b" " * 500 for _ in range(10))
     assert httpx.post(f"{served.url}/v1/completions", content=chunks, timeout=20).status_code == 413
@@ -236,9 +245,8 @@ def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[...,
 
 
 # -- limits -------------------------------------------------------------------------------------------------------------
-def test_more_requests_than_are_admitted_are_told_when_to_come_back(serve: Callable[..., Served]) -> None:
-    served = serve("--max-requests", "2")
-    pid = worker(served)
+def test_more_requests_than_are_admitted_are_told_when_to_come_back(bounded: Served) -> None:
+    served, pid = bounded, worker(bounded)
     slow_down(pid)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         two = [pool.submit(post, served, **SHORT) for _ in range(2)]
@@ -272,11 +280,10 @@ def test_a_request_that_waits_too_long_is_told_so(serve: Callable[..., Served]) 
     assert post(served, **SHORT).status_code == 200
 
 
-def test_a_request_that_names_no_length_has_one_that_the_server_allows(serve: Callable[..., Served]) -> None:
-    served = serve("--max-new-tokens", "8")
+def test_a_request_that_names_no_length_has_one_that_the_server_allows(bounded: Served) -> None:
     messages = [{"role": "user", "content": "w2"}]
     for route, ask in (("/v1/completions", {"prompt": "w2"}), ("/v1/chat/completions", {"messages": messages})):
-        answer = post(served, route, **ask, ignore_eos=True)
+        answer = post(bounded, route, **ask, ignore_eos=True)
         assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
 
 
@@ -478,6 +485,7 @@ def test_an_engine_that_dies_is_told_to_everybody_and_replaced(serve: Callable[.
     assert [event["state"] for event in served.events() if event["event"] == "engine"] == ["ready", "restarting", "ready"]
 
 
+@pytest.mark.deep  # `make test` sees it where the engine cannot come back
 def test_a_stream_whose_engine_dies_ends_with_an_error(serve: Callable[..., Served]) -> None:
     served = serve()
     with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "n": 60, "stream": True}, timeout=20) as answer:
@@ -500,6 +508,7 @@ def test_a_server_that_is_stopped_while_its_engine_starts_anew_ends(serve: Calla
     assert not [event for event in served.events() if event["event"] == "http"], "and quietly"
 
 
+@pytest.mark.deep  # `make test` sees it of a server that tells what it does
 def test_sigterm_lets_texts_end_and_refuses_new_ones(serve: Callable[..., Served]) -> None:
     served = serve()
     texts: list[Any] = []
@@ -644,6 +653,7 @@ def test_a_server_whose_standard_error_nobody_reads_serves_on(tmp_path: Path) ->
     assert served.stop() == 0
 
 
+@pytest.mark.deep
 def test_a_server_with_a_full_log_and_a_closed_output_serves_on(serve: Callable[..., Served]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")

@@ -94,6 +94,7 @@ def test_a_parameter_may_be_called_anything_but_a_field() -> None:
         protocol.refuse_taken(["tools", "mine", "echo"])
 
 
+@pytest.mark.deep
 def test_a_server_whose_plugin_takes_the_name_of_a_field_does_not_start(tmp_path: Path) -> None:
     (plugin := tmp_path / "taking.py").write_text(
         "from polydraft import hookimpl\nfrom polydraft.program.declare import Parameter\n"

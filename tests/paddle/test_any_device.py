@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from polydraft.cli.doctor import examine
-from tests.support.depth import deep
 from tests.support.paddle import needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
@@ -58,7 +57,8 @@ for write in (lambda t: in_place(paddle.scatter_, t, index, values), lambda t: s
 
 
 @needs_device
-@pytest.mark.parametrize("missing", ["scatter", deep("")])
+@pytest.mark.deep
+@pytest.mark.parametrize("missing", ["scatter", ""])
 def test_what_is_written_in_place_reaches_the_memory_it_was_given(monkeypatch: pytest.MonkeyPatch, missing: str):
     """Paddle's fallback gives the tensor at hand new memory: its base, and views made before, never see the result. The first
     line notices when that has changed."""
@@ -316,6 +316,7 @@ def test_a_process_without_standard_streams_may_load_runtimes_too(closed: int, s
 
 
 # -- what is there -------------------------------------------------------------------------------------
+@pytest.mark.deep
 @needs_device
 def test_doctor_lists_the_devices_that_paddle_sees():
     devices = {backend["name"]: backend["devices"] for backend in examine()["backends"]}

@@ -81,6 +81,7 @@ print(json.dumps([count, wrong]))
 """
 
 
+@pytest.mark.deep
 @needs_device
 def test_what_a_place_has_not_in_one_operation_is_done_with_several():
     run = script(PLAIN)

@@ -143,6 +143,7 @@ print(json.dumps([grew / value.nbytes, float(error.max())]))
 """
 
 
+@pytest.mark.deep
 def test_a_weight_is_converted_part_by_part():
     run = script(LOADED)
     assert run.returncode == 0, run.stderr[-2000:]

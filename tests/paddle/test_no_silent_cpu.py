@@ -113,6 +113,7 @@ def test_a_step_with_an_operation_on_the_cpu_is_not_captured(planted: Path):
     )
 
 
+@pytest.mark.deep  # `make test` asks it of kernels alone, and where graphs are captured
 @needs_device
 def test_an_operation_without_a_kernel_is_refused_by_name(planted: Path):
     arguments = ("generate", PROMPT, "--backend", "paddle", "--device", "polyemu:0", "--graph", "off", "--plugin", str(planted))

@@ -128,6 +128,7 @@ def test_what_is_outside_the_list_is_refused_and_what_waits_is_named():
 
 
 EVERY = """
+import itertools
 from polydraft_paddle import polydraft_init_forward_meta as init_meta
 from polydraft.conformance.harness import check_kernel, contract_of
 from polydraft.contracts import COMPOSITES
@@ -136,18 +137,20 @@ table, wrong = PaddleTable(device), []
 for name in table.providers:
     kernel = COMPOSITES.get(name) or REGISTRY[name]
     contract = contract_of(kernel)
-    for case in default_cases(contract, int(sys.argv[2]) or (name in COMPOSITES)):  # whose parts have few cases in common
+    seeds = int(sys.argv[2]) or (name in COMPOSITES)  # whose parts have few cases in common
+    for case in itertools.islice(default_cases(contract, seeds), int(sys.argv[3]) or None):
         outcome = check_kernel(kernel, case, device, table, init_meta=init_meta, products="tf32")
         wrong += [] if outcome.ok else [outcome.describe()]
 print(json.dumps([wrong, len(table.providers), emu.log()]))
 """
 
 
-@pytest.mark.parametrize("seeds", ["0", deep("20")])
-def test_every_kernel_stays_within_what_a_chip_has(seeds: str):
+@pytest.mark.parametrize(("seeds", "most"), [("0", "2"), deep(("20", "0"))])
+def test_every_kernel_stays_within_what_a_chip_has(seeds: str, most: str):
+    """With the first `most` cases of each; 0: with all."""
     from polydraft_paddle_emu.operation_lists import read
 
-    wrong, count, (kernels, waits) = answers(START + EVERY, "polyemu:0?ops=xpu3", seeds)
+    wrong, count, (kernels, waits) = answers(START + EVERY, "polyemu:0?ops=xpu3", seeds, most)
     assert wrong == []
     assert set(waits) <= {"", "garbage collection"}, "the host waits outside launches alone, for what it has to see"
     assert len(set(kernels) - {"", "forward_meta"}) == count
@@ -245,7 +248,7 @@ except DeviceError as error:
 @pytest.mark.parametrize(
     ("backend", "ops", "planted", "said"),
     [
-        ("xpu", "xpu3", "searchsorted", f"Paddle has no kernel of 'searchsorted' in int32 {OUTSIDE}"),
+        deep(("xpu", "xpu3", "searchsorted", f"Paddle has no kernel of 'searchsorted' in int32 {OUTSIDE}")),
         (
             "xpu",
             "minimal",
@@ -289,6 +292,7 @@ def test_options_that_there_are_not_are_one_sentence():
     ], run.stderr[-2000:]
 
 
+@pytest.mark.deep  # `make test` asks it on the backend `xpu`
 def test_a_poor_device_names_the_first_operation_that_it_lacks():
     arguments = ("--backend", "paddle", "--device", "polyemu:0?ops=minimal", "--max-num-seqs", "1", "--max-model-len", "64")
     run = polydraft("generate", "def f(x):", *arguments)

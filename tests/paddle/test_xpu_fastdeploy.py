@@ -271,6 +271,7 @@ def test_a_fastdeploy_without_its_operators_is_told_apart(monkeypatch: pytest.Mo
 
 
 # -- the command ---------------------------------------------------------------------------------------
+@pytest.mark.deep
 @needs_paddle
 def test_one_command_tells_operator_by_operator():
     lacking = {**WITH_THEM, "STAND_INS_LACK": "draft_model_update"}

@@ -221,7 +221,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_takes_nothing(data: tuple[bytes, 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="this system does not say that a process was stopped")
 def test_a_process_that_is_stopped_is_named_once_it_does_not_go_on(monkeypatch: pytest.MonkeyPatch):
     """Where nobody waits for it in a step, too. Ctrl-C and Ctrl-Z do not reach it."""
-    with channel_to(SLEEPS, monkeypatch, 2.0) as (sending, exchange):
+    with channel_to(SLEEPS, monkeypatch, 1.0) as (sending, exchange):
         process = sending._process.pid
         assert os.getsid(process) == process != os.getsid(0)
         for _ in range(4):
@@ -237,7 +237,7 @@ def test_a_process_that_is_stopped_is_named_once_it_does_not_go_on(monkeypatch: 
             time.sleep(0.01)
         assert sending._process.wait(20) == -signal.SIGKILL, "nobody has to wait for it"
         assert exchange.failure.startswith(
-            f"rank 1 (process {process}) was stopped and did not go on within 2 s; every rank ends"
+            f"rank 1 (process {process}) was stopped and did not go on within 1 s; every rank ends"
         )
 
 

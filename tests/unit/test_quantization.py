@@ -214,6 +214,7 @@ def _layout(name: str) -> Any:
     return found.layout("any")
 
 
+@pytest.mark.deep  # importing it takes seconds; `make test` reads what the library wrote
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("ct-")])
 def test_the_formats_own_library_agrees(name: str):
     """What it compresses is read as what it decompresses that to."""

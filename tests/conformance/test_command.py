@@ -306,6 +306,7 @@ def test_a_backend_that_does_not_survive_its_import_fails(
         assert "Fatal Python error: Aborted" in conform("doomed", "--plugin", str(file), "--debug").err
 
 
+@pytest.mark.deep
 def test_checks_behind_a_crash_are_run(conform: Callable[..., Answer], tmp_path: Path):
     file = tmp_path / "doomed.py"
     file.write_text(DOOMED.format(fate="os.abort()"))

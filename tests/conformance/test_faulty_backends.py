@@ -59,7 +59,11 @@ def around(mutant: Mutant) -> str:
     return "emulator" if mutant.needs in ("graph_capture", "asynchronous") else "reference"
 
 
-@pytest.mark.parametrize("mutant", among(MUTANTS[::24], MUTANTS), ids=lambda mutant: mutant.id)
+QUICK = [mutant for mutant in MUTANTS[::24] if mutant.killer not in ("L5/two-engines", "L4/launch-returns/linear")]
+"""Without those whose killers take seconds."""
+
+
+@pytest.mark.parametrize("mutant", among(QUICK, MUTANTS), ids=lambda mutant: mutant.id)
 def test_mutant_is_killed(mutant: Mutant):
     name, alone = around(mutant), mutant in ASLEEP
     if name == "cpu" and default_backend().name != name:

@@ -346,6 +346,7 @@ def test_an_error_names_where_its_cause_was_raised():
     assert " because of test_levels.py:" in result.message
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("settled_after", "outcome_"), [(700, "pass"), (math.inf, "fail")])
 def test_a_pool_that_settles_is_no_leak(settled_after: float, outcome_: str, monkeypatch: pytest.MonkeyPatch):
     """A driver that keeps what launches needed, until it has enough, and one that keeps something with every launch."""

@@ -83,6 +83,7 @@ def test_the_seed_decides_what_is_drawn_and_nothing_else():
     assert (report.status, report.results[0].cases, report.content["claim"]["seed"]) == (0, 1, 5)
 
 
+@pytest.mark.deep
 def test_the_page_says_how_much_was_on_no_list():
     report = conform("reference", device="cpu", selection=Selection("full", contract="rms_norm", seed=5))
     cases = sum(result.cases for result in report.results)

@@ -50,5 +50,6 @@ def test_commands_of_the_first_section(tmp_path: Path) -> None:
     assert text[0] == text[1] != ""
 
 
+@pytest.mark.deep  # they run tests that `make test` runs as well
 def test_commands_of_the_tests(tmp_path: Path) -> None:
     assert run("5. Tests", tmp_path).count(" passed, ") == 2

@@ -52,9 +52,11 @@ def llm(backend: str, **options: Any) -> LLM:
     return LLM(**where, logprobs=TOP, draft_tokens=3, **options)
 
 
-@pytest.mark.parametrize(
-    "backend", among([name for name in BACKENDS if name != "xpu"], BACKENDS)
-)  # its kernels are those of paddle
+QUICK = [name for name in BACKENDS if name not in ("emulator", "xpu")]
+"""Without those whose kernels are the reference's and Paddle's."""
+
+
+@pytest.mark.parametrize("backend", among(QUICK, BACKENDS))
 def test_log_probabilities_are_those_of_transformers(backend: str) -> None:
     hold(backend)
 

@@ -1,4 +1,4 @@
-"""One build and two installations, shared by all packaging tests of a session.
+"""Two builds, with kernels and without, and two installations, shared by all packaging tests of a session.
 
 The checkout is copied to temporary folders, so that no build leaves anything behind in it and nothing left behind there gets into
 a build. pip is used as it is configured and has to be able to install from an index.
@@ -101,9 +101,21 @@ def build(*arguments: str | Path, cwd: Path) -> None:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """The wheel is built from the source distribution, and its kernels are not optimised: which takes half the time. The
-    installation that runs these tests has optimised ones."""
-    base = tmp_path_factory.mktemp("distributions")
+    """Its kernels are not optimised: which takes half the time. The installation that runs these tests has optimised ones."""
+    return build_distributions(tmp_path_factory.mktemp("distributions"))
+
+
+@pytest.fixture(scope="session")
+def without_kernels(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """As where there is no compiler: compiling takes the longest of all."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CC", "CXX"):
+            patch.setenv(name, "no-such-compiler")
+        return build_distributions(tmp_path_factory.mktemp("without_kernels"))
+
+
+def build_distributions(base: Path) -> Distributions:
+    """A source distribution, and the wheel that is built from it."""
     source = copy_project(base / "source")
     text, changes = re.subn('"-O2"', '"-O0"', (source / "setup.py").read_text(encoding="utf-8"))
     assert changes == 1, "setup.py no longer has the compiler optimise as this fixture expects"

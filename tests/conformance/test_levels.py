@@ -312,6 +312,7 @@ def _telling(tell: Any) -> Any:
 
 
 @pytest.mark.parametrize(("tell", "outcome_"), [(lambda taken: taken, "pass"), (lambda taken: 0, "unseen")])
+@pytest.mark.deep
 def test_memory_is_asked_of_whoever_sees_it(tell: Any, outcome_: str, monkeypatch: pytest.MonkeyPatch):
     """A number of the device's counts where an allocation of the kit's shows in it, and no other one is believed."""
     monkeypatch.setattr("polydraft.conformance.memory_checks.heap", lambda: None)

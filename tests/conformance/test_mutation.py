@@ -86,6 +86,7 @@ def test_double():
 """
 
 
+@pytest.mark.deep
 def test_a_fault_that_no_test_sees_lives(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a module of its own: what the tests look at dies, a default that they never use and the edge lives."""
     (tmp_path / "broken_module.py").write_text(MODULE)

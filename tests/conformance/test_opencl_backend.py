@@ -70,6 +70,7 @@ def test_it_is_small():
 
 
 @needs_device
+@pytest.mark.deep
 def test_its_kernels_hold_and_so_do_its_device_and_its_order():
     """A selection that takes seconds: L0, L1, part of L2, and of each further level what hits hardest."""
     target = Target(polydraft_opencl, device=DEVICE)

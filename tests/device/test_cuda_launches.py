@@ -17,6 +17,7 @@ from polydraft.program import program
 from polydraft.program.program import lengths
 from polydraft_cuda.kernels.linear import LEAST_PROMPT_ROWS
 from tests.device import traced
+from tests.support.depth import among
 
 pytest.importorskip("cuda.bindings", reason="matrices are described to the copy engine in types of cuda-bindings")
 RECORDED: dict[str, Any] = json.loads(traced.RECORDED.read_text(encoding="utf-8"))
@@ -25,7 +26,10 @@ TURNED_APART = {"all joined": False, "windows of two tiles": False, "wide window
 """Engines by whether a captured step turns heads by a launch of their own."""
 
 
-@pytest.mark.parametrize("name", traced.ENGINES)
+QUICK = ("all joined", "log probabilities", "invariant", "rounded rows", "experts", "sm_80")
+
+
+@pytest.mark.parametrize("name", among(QUICK, traced.ENGINES))
 def test_every_program_launches_what_was_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine = traced.engine_of(name, tmp_path, monkeypatch)
     for way in WAYS:

@@ -43,6 +43,7 @@ def run(heading: str, tmp_path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.deep
 def test_commands_of_the_first_section(tmp_path: Path) -> None:
     printed = run("Try it", tmp_path)
     drafted, plain = printed.split("backend cpu | K = 3" if "backend cpu" in printed else "backend reference | K = 3")

@@ -53,6 +53,7 @@ except DeviceError as error:
 
 
 @needs_graphs
+@pytest.mark.deep
 def test_graphs_share_memory_of_their_own():
     """Fifty results of a graph need room for two, three graphs no more, and nobody else is ever given it. Where it is short there
     is one sentence, and the process ends as it should with four graphs that nobody has given back, one of them never finished."""

@@ -25,6 +25,7 @@ for check in checks(Options()):
 @pytest.mark.parametrize(
     "limits", first(1, ["experts.MOST_GATHERED = 1", "experts.MOST_ROWS = 3", "experts._by_choice = experts._by_expert"])
 )
+@pytest.mark.deep
 def test_a_launch_in_parts_says_the_same(limits: str):
     run = script(IN_PARTS.format(limits=limits))
     assert run.returncode == 0, run.stderr[-2000:]

@@ -76,6 +76,7 @@ print(json.dumps(equal))
 """
 
 
+@pytest.mark.deep
 def test_float16_is_rounded_to_nearest():
     """Paddle's own conversion makes 7e-26 into 1.25e-6."""
     run = script(ROUNDED)

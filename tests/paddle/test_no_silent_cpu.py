@@ -104,6 +104,7 @@ def test_an_operation_without_a_kernel_is_counted(planted: Path):
 
 
 @needs_graphs
+@pytest.mark.deep
 def test_a_step_with_an_operation_on_the_cpu_is_not_captured(planted: Path):
     """Falling back is allowed here; a replay would leave the operation out."""
     with pytest.raises(subprocess.CalledProcessError) as refused:

@@ -217,6 +217,7 @@ print(json.dumps([products, *(one.numpy().tolist() for one in found)]))
         deep(("", [1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 2.0**-20, float("inf")], [[1, 0, 0], [2, 0, 0, 1], 0])),
     ],
 )
+@pytest.mark.deep
 def test_products_and_equal_maxima_are_the_chips(ops: str, products: list[float], ties: list[Any]):
     """Factors have 10 bits of mantissa, ties to even; the last of equal maxima counts, since nobody says which one does."""
     assert answers(START + ARITHMETIC, f"polyemu:0{ops}") == [products, *ties]

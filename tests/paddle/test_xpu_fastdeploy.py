@@ -195,6 +195,7 @@ for name, fault in {
 
 
 @needs_paddle
+@pytest.mark.deep
 def test_an_operator_that_does_something_else_is_found():
     """The kit's cases see it through the adaptor, for every operator and each contract that it serves."""
     run = script(WRONG, "cpu", environment=WITH_THEM)

@@ -239,6 +239,7 @@ def test_earlier_calls_and_their_results_reach_the_template(agents: Served) -> N
     assert "|".join(rest) == wanted
 
 
+@pytest.mark.deep
 def test_markers_that_are_special_tokens_are_read_as_well(tmp_path: Path) -> None:
     model = tmp_path / "letters"
     shutil.copytree(letters(2048), model)

@@ -359,6 +359,7 @@ def test_whose_pages_may_call(host: str, allowed: tuple[str, ...], origin: str, 
         check_origin(request, allowed, host)
 
 
+@pytest.mark.deep
 def test_weights_are_replaced_while_texts_run(serve: Callable[..., Served], tmp_path: Path) -> None:
     admin = tmp_path / "admin"
     admin.write_text("key\n")

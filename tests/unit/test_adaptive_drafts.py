@@ -18,7 +18,7 @@ from polydraft.host.adaptive_drafts import BEGINNING, EVERY, SETTLING, TRIAL, St
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
 from polydraft.host.rehearsal import Rehearsal
 from polydraft.host.slots import SlotTable
-from tests.support.depth import crossed
+from tests.support.depth import crossed, deep
 from tests.support.simulated_steps import Cost, Step, World, rehearse
 
 GOOD, POOR = (0.8, 0.75, 0.75, 0.7, 0.7), (0.5, 0.4, 0.25, 0.2, 0.2)
@@ -287,7 +287,7 @@ def unlike(world: World, slots: Any) -> Any:
     return np.where((slots % 2 == 0)[:, None], np.array([0.9, 0.9, 0.9, 0.85, 0.85]), np.array([0.2, 0.15, 0.1, 0.1, 0.1]))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("noise", [0.2, deep(0.0)])
 def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None:
     world = World(32, COSTS["weights"], unlike, noise=noise)
     policy = world.adaptive()
@@ -301,7 +301,7 @@ def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None
     assert report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.75 if noise else 0.05), "as the world has it"
 
 
-@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("size", [64, deep(8)])
 def test_nobody_is_limited_where_rows_cost_nothing(size: int) -> None:
     def world() -> World:
         return World(size, lambda step: 5.0 + 0.4 * step.drafts, unlike)

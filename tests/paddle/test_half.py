@@ -151,3 +151,21 @@ def test_a_weight_is_converted_part_by_part():
     share, error = json.loads(run.stdout)
     assert share < 1.3, "of its bytes in float32 the device needs, which converted whole would be 1.5"
     assert error <= 0
+
+
+WITHOUT_CAST = """
+import paddle
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place
+device = open_place("cpu", DeviceOptions())
+def cast(tensor, dtype):
+    raise NotImplementedError("The kernel `cast` is not registered.")
+paddle.Tensor.astype = cast
+print(device.empty("rows", (31, 1), "f16").tensor.and_behind[31:].numpy().tolist())
+"""
+
+
+def test_memory_of_float16_is_had_where_nothing_converts_to_it():
+    run = script(WITHOUT_CAST)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert json.loads(run.stdout) == [[0.0]]

@@ -27,8 +27,12 @@ from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
 
-BEHIND = {("f32", 2): 0, ("f16", 2): 0, ("bf16", 2): 0, ("i32", 2): -1, ("i32", 1): 0}
-"""What the row behind memory holds, by dtype and number of axes: zeros, and of tables of int32 what is no token and no block."""
+BEHIND = {
+    ("f32", 2): np.float32(0), ("f16", 2): np.float16(0), ("bf16", 2): np.float32(0),
+    ("i32", 2): np.int32(-1), ("i32", 1): np.int32(0),
+}  # fmt: skip
+"""What the row behind memory holds, by dtype and number of axes: zeros, and of tables of int32 what is no token and no block.
+Those of float16 come in that dtype: a place that holds it need not convert to it."""
 CONVERTED = 1 << 26
 """Bytes of a weight that are on the device at a time in another dtype than it is kept in."""
 
@@ -167,7 +171,7 @@ class PaddleDevice:
             return paddle.empty(shape, PADDLE_DTYPES[dtype])
         both = paddle.empty([shape[0] + 1, *shape[1:]], PADDLE_DTYPES[dtype])
         table, row = both[: shape[0]], both[shape[0] :]
-        self._fill(row, np.full([1, *shape[1:]], behind, np.int32 if dtype == "i32" else np.float32))
+        self._fill(row, np.full([1, *shape[1:]], behind))
         table.and_behind = both
         return table
 

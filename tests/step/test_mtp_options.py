@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -114,6 +115,7 @@ def test_a_wrong_configuration_is_told_what_to_set():
     assert status == 0, err
     assert "set --mtp-option order=embedding_first" in out
     assert out.startswith("configured: order=hidden_first feed=post")
+    assert logging.getLogger("polydraft.engine").level == logging.NOTSET, "other engines of the process warn as before"
 
 
 def test_what_has_no_head_or_no_such_convention_is_refused():

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -119,11 +120,10 @@ def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Sequence[Jo
     from polydraft.cli.show import busy
     from polydraft.engine import Engine
 
-    logging.getLogger("polydraft.engine").setLevel(logging.ERROR)  # which conventions are unusual is what is tried
     configured, combinations = _combinations(config, vary)
     for number, conventions in enumerate(combinations, 1):
         texts = tuple(f"{name}={value}" for name, value in conventions.items())
-        with busy(f"{number} of {len(combinations)}: {', '.join(texts)}"):
+        with busy(f"{number} of {len(combinations)}: {', '.join(texts)}"), _unwarned():
             engine = Engine(replace(config, mtp_options=texts))
             try:
                 run = Run(engine, jobs)
@@ -133,6 +133,18 @@ def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Sequence[Jo
         if run.interrupted:
             raise KeyboardInterrupt
         yield Seen.of(conventions, conventions == configured, run)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without warnings of conventions that are unusual: they are what is tried."""
+    logger = logging.getLogger("polydraft.engine")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _combinations(config: EngineConfig, vary: tuple[str, ...] | None) -> tuple[dict[str, str], list[dict[str, str]]]:

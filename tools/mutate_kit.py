@@ -189,7 +189,7 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
 
 
 # -- trials --------------------------------------------------------------------------------------------
-TRIAL = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "--durations=0")
+TRIAL = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "--durations=0", "-m", "deep or not deep")
 QUICKLY = ("--assert=plain", "--tb=no")
 """Nobody reads why a test failed; to be able to say so takes as long as many of the tests."""
 

@@ -6,9 +6,8 @@ these are an implementation, the goldens are the definition.
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -87,22 +86,25 @@ def linear(a: Any, limits: Limits) -> Run:
     return run
 
 
+_ROPE_TABLES: WeakValueDictionary[tuple[Any, ...], Array] = WeakValueDictionary()
+"""Both tables of `rope_tables` in one array, of which they are views, while somebody has them."""
+
+
 def rope_tables(a: Any, max_len: int) -> tuple[Array, Array]:
     """Factors [max_len, 1, head_dim] float32 of an element and of its partner in the pair; elements that do not rotate have
-    factors 1 and 0. Layers that turn alike share them, so nobody may write them."""
-    return _rope_tables(tuple(a.frequencies), a.attention_factor, a.style, a.head_dim, max_len)
-
-
-@functools.lru_cache(maxsize=4)
-def _rope_tables(
-    frequencies: tuple[float, ...], attention_factor: float, style: str, head_dim: int, max_len: int
-) -> tuple[Array, Array]:
-    cos, sin = turns(SimpleNamespace(frequencies=frequencies, attention_factor=attention_factor), max_len)
-    own, partner = np.ones((max_len, 1, head_dim), np.float32), np.zeros((max_len, 1, head_dim), np.float32)
-    first, second = pair_slices(len(frequencies), style)
-    own[:, 0, first] = own[:, 0, second] = cos
-    partner[:, 0, first], partner[:, 0, second] = -sin, sin
-    return own, partner
+    factors 1 and 0. Layers that turn alike share them while one of them is bound, so nobody may write them."""
+    key = tuple(a.frequencies), a.attention_factor, a.style, a.head_dim, max_len
+    both = _ROPE_TABLES.get(key)
+    if both is None:
+        cos, sin = turns(a, max_len)
+        both = np.zeros((2, max_len, 1, a.head_dim), np.float32)
+        own, partner = both
+        own[...] = 1
+        first, second = pair_slices(len(a.frequencies), a.style)
+        own[:, 0, first] = own[:, 0, second] = cos
+        partner[:, 0, first], partner[:, 0, second] = -sin, sin
+        _ROPE_TABLES[key] = both  # not before: ranks may bind in threads
+    return both[0], both[1]
 
 
 def pair_slices(pairs: int, style: str) -> tuple[slice, slice]:

@@ -77,6 +77,8 @@ def weight(rng: np.random.Generator, experts: int, rows: int, columns: int, pack
 
 def main() -> None:
     """Print a table, and write it as JSON."""
+    from polydraft_cuda.device import device_name, driver_version
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--dtype", default="bf16")
@@ -84,8 +86,6 @@ def main() -> None:
     parser.add_argument("--packing", choices=("none", *PACKINGS), action="append", help="of weights; each in turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from polydraft_cuda.device import device_name, driver_version
-
     plugins, rng = Plugins.load(options.backend), np.random.default_rng(0)
     device = plugins.open_device("", DeviceOptions(options.dtype, False))
     table = plugins.kernels(device)

@@ -11,7 +11,6 @@ rows, where a packing has it, is part of it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.gpu_rounds import copy_rate
 from polydraft.backend import DeviceOptions
+from polydraft.bench import report
 from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import to_host
 from polydraft.contracts.kernels.linear import LinearV1
@@ -32,6 +32,10 @@ from polydraft.contracts.packing import PACKINGS, PackedWeight
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008), "head": (151680, 4096)}
 """Outputs and inputs, as mimo-7b has them; outputs of the head are float32."""
 APART, REPEATS = 256 << 20, 7
+METHOD = (
+    "launches of one projection in a captured graph, each with a copy of the weight of its own, of 256 MB at least together; "
+    "bytes are those of the numbers; share is of the copy rate of the same run"
+)
 
 
 def weight(packing: str, outputs: int, inputs: int) -> Any:
@@ -73,6 +77,7 @@ def seconds(device: Any, launches: list[Any], rows: int) -> float:
 def main() -> None:
     """Print a line a cell, and write them as JSON."""
     from polydraft_cuda import polydraft_kernels, polydraft_open_device
+    from polydraft_cuda.device import device_name, driver_version
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packings", default="bf16,fp8-channel,fp8-channel-a8")
@@ -102,16 +107,17 @@ def main() -> None:
                 scratch: Any = SimpleNamespace(buffer=device.empty("workspace", (max(need, 1),), "u8"), nbytes=need)
                 took = seconds(device, [table.providers["linear"].bind(a, limits, scratch) for a in records], rows)
                 share, rate_f = nbytes / rate / took, 2 * rows * outputs * inputs / took
-                found.append(
-                    {"packing": packing, "shape": name, "rows": rows, "us": round(1e6 * took, 2), "share": round(share, 3)}
-                )
+                figures = {"us": round(1e6 * took, 2), "copy_rate_share": round(share, 3), "copy_bytes_per_s": round(rate)}
+                cell = {"shape": f"mimo-7b {name}", "backend": "cuda", "packing": packing, "draft_tokens": 0, "batch": rows}
+                found.append({**cell, **figures})
                 said = f"{1e6 * took:8.2f} us, {share:4.0%} of the copy rate, {rate_f / 1e12:6.1f} TFLOP/s"
                 print(f"{packing:16} {name:8} {rows:4d} rows: {said}", flush=True)
         device.close()
     if options.json:
-        options.json.write_text(
-            json.dumps({"copy_tb_s": round(rate / 1e12, 3), "rows": found}, indent=1) + "\n", encoding="utf-8"
+        result = report.document(
+            found, device=device_name(0), driver=str(driver_version()), method=METHOD, estimator="median of means"
         )
+        report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -347,8 +347,9 @@ def test_demo_checkpoint_deep(device: str, num_drafts: int) -> None:
     demo_is_lossless(device, num_drafts, 128, **batches[(num_drafts + [*DEVICES].index(device)) % 3])
 
 
-def test_demo_drafts_of_sampled_requests_are_accepted_as_the_oracle_accepts_them() -> None:
-    asks, outputs = serve_demo("lazy-1", 3, 8)
+@pytest.mark.parametrize("device", ["lazy-1", deep("reference")])
+def test_demo_drafts_of_sampled_requests_are_accepted_as_the_oracle_accepts_them(device: str) -> None:
+    asks, outputs = serve_demo(device, 3, 8)
     for ask, output in zip(asks[-3:], outputs[-3:], strict=True):
         check_against_oracle("", 3, ask, output)
 

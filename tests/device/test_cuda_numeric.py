@@ -1236,11 +1236,7 @@ def test_the_committed_rounds_are_whole_and_say_that_they_are_synthetic():
     result = json.loads((ROOT / "bench" / "results" / "cuda.json").read_text(encoding="utf-8"))
     assert (result["schema"], result["device"]) == ("polydraft.bench/1", "NVIDIA H200")
     cells = [(row["shape"], row["draft_tokens"], row["batch"]) for row in result["rows"]]
-    assert cells == [
-        (shape, drafts, batch)
-        for shape, drafts in (("mimo-7b", 0), ("mimo-7b", 3), ("small", 3), ("tiny", 3))
-        for batch in (1, 8, 32, 64)
-    ]
+    assert cells == [("mimo-7b", drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
     for row in result["rows"]:
         assert row["weights"] == "random"
         assert row["acceptance"] == ("synthetic" if row["draft_tokens"] else "measured")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench import draft_policy
+from bench import draft_policy, draft_policy_shapes
 from bench import draft_policy_host_time as host_time
 from bench import draft_policy_traces as script
 from polydraft.bench.report import renewed
@@ -20,6 +20,22 @@ def test_the_simulated_table_is_that_of_the_result() -> None:
     rows = RESULT["rows"]
     assert renewed(PAGE, script.FIGURES, script.about(rows), script.markdown(rows)) == PAGE
     assert RESULT["device"] == "none: simulated"
+
+
+def test_the_measured_tables_are_those_of_their_results() -> None:
+    near, all_cells = 0, 0
+    for shape in ("mimo-7b", "ernie21"):
+        name = draft_policy_shapes.FIGURES.format(shape)
+        result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        table = draft_policy_shapes.markdown(result["rows"])
+        assert renewed(PAGE, name, draft_policy_shapes.about(result), table) == PAGE
+        worst = dict[tuple[Any, ...], float]()
+        for row in result["rows"]:
+            if (row["work"], row["policy"]) == ("steady", "fixed"):
+                cell = row["accept_schedule"][0], row["batch"]
+                worst[cell] = min(worst.get(cell, 9.0), row["auto_over_this"])
+        near, all_cells = near + sum(ratio >= 0.97 for ratio in worst.values()), all_cells + len(worst)
+    assert f"{near} of {all_cells} steady cells reach 0.97" in PAGE
 
 
 def test_the_table_of_the_host_is_that_of_its_result() -> None:

@@ -134,7 +134,7 @@ def test_a_second_signal_does_not_wait_for_an_engine_that_is_stopped(serve: Call
     answer = httpx.get(f"{served.url}/stats", timeout=20)
     assert answer.status_code == 503
     assert "has not answered for 2 seconds" in answer.json()["error"]["message"]
-    served.process.send_signal(signal.SIGHUP)
+    served.process.send_signal(signal.SIGTERM)
     while served.events()[-1].get("state") != "stopped":
         time.sleep(0.01)
     begin = time.monotonic()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.project import ROOT, module_of, pyproject
+from tests.support.project import ROOT, module_of, modules_of_core, pyproject
 
 HEADING = "## Dependencies"
 ROW = re.compile(r"^\| `([\w.-]+)` \| ([\w, -]+) \| (.+) \|$", flags=re.MULTILINE)
@@ -51,8 +51,8 @@ def test_a_reason_is_a_sentence(package: str, reason: str):
 
 
 def imports_of_core() -> Iterator[str]:
-    for path in (ROOT / "core").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for tree in modules_of_core().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

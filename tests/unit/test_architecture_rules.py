@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import ROOT, pyproject
+from tests.support.project import ROOT, modules_of_core, pyproject
 
 CORE = ROOT / "core" / "polydraft"
-MODULES = sorted(CORE.rglob("*.py"))
 BACKENDS = pyproject()["project"]["entry-points"]["polydraft.backends"]
 OWN_ROOMS = [ROOT / "core" / Path(*module.split(".")) for module in BACKENDS.values()]
 """A backend may know its own name."""
@@ -123,13 +122,9 @@ Check = Callable[[ast.AST, Path], list[str]]
 CHECKS: list[Check] = [backend_names, mutable_records, unfreezing, undocumented, pluggy_in_the_step]
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in MODULES}
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_core_has_none(check: Check, trees: dict[Path, ast.Module]):
+def test_core_has_none(check: Check):
+    trees = modules_of_core()
     assert trees, f"no modules below {CORE}"
     found = {str(path.relative_to(ROOT)): places for path, tree in trees.items() if (places := check(tree, path))}
     assert not found

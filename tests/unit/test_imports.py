@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import ROOT, module_of, pyproject
-
-CORE = ROOT / "core"
-MODULES = sorted(CORE.rglob("*.py"))
+from tests.support.project import CORE, ROOT, module_of, modules_of_core, pyproject
 
 # Import packages that core may use, beside the standard library and itself: its dependencies of pyproject.toml. No
 # tensor framework and no vendor's package is among them. A room that has an extra of its own adds a line to ROOMS.
@@ -88,13 +85,9 @@ Check = Callable[[ast.AST, Path], list[str]]
 CHECKS: list[Check] = [foreign_imports, environment_reads, unpickling]
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in MODULES}
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_core_has_none(check: Check, trees: dict[Path, ast.Module]):
+def test_core_has_none(check: Check):
+    trees = modules_of_core()
     assert trees, f"no modules below {CORE}"
     found = {str(path.relative_to(ROOT)): places for path, tree in trees.items() if (places := check(tree, path))}
     assert not found

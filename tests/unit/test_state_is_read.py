@@ -13,7 +13,7 @@ import ast
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.step import runner
 from tests.support import tiny
 from tests.support.launched import launched
-from tests.support.project import ROOT
-
-MODULES = sorted((ROOT / "core" / "polydraft").rglob("*.py"))
+from tests.support.project import CORE, modules_of_core
 
 # -- device buffers ---------------------------------------------------------------------------------------------------
 ENGINES: list[dict[str, Any]] = [
@@ -156,8 +154,7 @@ FOR_OTHERS: dict[str, str] = {}
 
 
 def _class(cls: type) -> ast.ClassDef:
-    path = Path(*cls.__module__.split(".")).with_suffix(".py")
-    tree = ast.parse((ROOT / "core" / path).read_text(encoding="utf-8"))
+    tree = modules_of_core()[CORE / Path(*cls.__module__.split(".")).with_suffix(".py")]
     return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
 
 
@@ -186,23 +183,20 @@ def loaded(tree: ast.AST) -> frozenset[tuple[str, str]]:
     return frozenset((ast.unparse(node.value), node.attr) for node in attributes if id(node) not in stored)
 
 
-def unread_fields(record: Record, trees: Sequence[ast.AST]) -> set[str]:
+def unread_fields(record: Record, trees: Iterable[ast.AST]) -> set[str]:
     """Fields that no source loads from something called like the record, its own methods included."""
     own = {field for receiver, field in loaded(_class(record.cls)) if receiver == "self"}
     read = {field for tree in trees for receiver, field in loaded(tree) if re.search(record.called, receiver)}
     return record.fields - read - own
 
 
-@functools.cache
-def sources() -> list[ast.AST]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
-
-
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.cls.__name__)
 def test_every_field_is_read(record: Record) -> None:
     name = record.cls.__name__
     kept = {field.partition(".")[2] for field in FOR_OTHERS if field.startswith(f"{name}.")}
-    assert unread_fields(record, sources()) == kept, "nobody reads these, or the list of exceptions is out of date"
+    assert unread_fields(record, modules_of_core().values()) == kept, (
+        "nobody reads these, or the list of exceptions is out of date"
+    )
 
 
 @pytest.mark.parametrize(

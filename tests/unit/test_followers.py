@@ -25,11 +25,11 @@ import pytest
 from polydraft import child_process
 from polydraft.errors import DeviceError
 from polydraft.host import followers
-from polydraft.host.followers import END, ProcessChannel, ProcessInbox, follow
+from polydraft.host.followers import END, ProcessChannel, ProcessInbox, ThreadChannel, follow
 from polydraft.program.columns import NOTHING
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
-from polydraft.ranks import Exchange
+from polydraft.ranks import Exchange, Group
 from polydraft.ranks.exchange import Waiting
 from polydraft.ranks.mailbox import NBYTES, PLACES, ROOM, Mailbox
 
@@ -90,6 +90,25 @@ def test_memory_in_which_nothing_was_written_has_no_message():
     assert put.put(b"plan")
     memory[:8] = put._bytes[:8]  # the count alone
     assert take.take() is None, "not even an empty one"
+
+
+# -- the inbox of a thread ---------------------------------------------------------------------------------
+def test_a_thread_that_is_late_itself_notices_that_no_further_plan_comes(monkeypatch: pytest.MonkeyPatch):
+    """Its time to wait is then over before it begins to wait, where `SimpleQueue.get` waits for ever before Python 3.13."""
+    monkeypatch.setattr(followers, "SOON_S", 1e-6)
+    taken, waited_behind = list[None](), queue.Queue[int]()
+    device = SimpleNamespace(synchronize=lambda: waited_behind.put(len(taken)))
+    rank: Any = SimpleNamespace(
+        runner=SimpleNamespace(device=device), drop_weights=lambda: taken.append(None), close=lambda: None
+    )
+    channel = ThreadChannel(Group(1, 2, Exchange.of_threads(2, 64)[1]), lambda _: rank, 0)
+    for number in range(0, 4000, 2):
+        while waited_behind.get(timeout=10) < number:
+            pass
+        for _ in range(2):
+            channel.send(followers._of_weights("drop"))
+    channel.send(END)
+    channel.join()
 
 
 # -- the inbox of a process ------------------------------------------------------------------------------
@@ -269,7 +288,7 @@ BUILDS = """
 import math, time
 from io import FileIO
 from polydraft.host.followers import ProcessInbox
-from polydraft.ranks import Exchange
+from polydraft.ranks import Exchange, Group
 inbox = ProcessInbox(FileIO(0, closefd=False), Exchange.of_threads(2, 64, math.inf)[1], building=True)
 time.sleep(100)
 """

@@ -268,7 +268,7 @@ class ThreadChannel:
     """A rank that is a thread."""
 
     def __init__(self, group: Group, build: Callable[[Group], Rank], overlap: int) -> None:
-        self._inbox = queue.SimpleQueue[bytes]()
+        self._inbox = queue.Queue[bytes]()  # before Python 3.13 a SimpleQueue may wait on where its time is over
         arguments = (group, build, overlap, self._inbox)
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()

@@ -103,11 +103,10 @@ inline void norm_rows(const float* from, int64_t count, const DenseTensor& gain,
   }
 }
 
-#if PADDLE_DEVICE_GRAPHS
 // As it is written, over the last axis: the CPU's kernel reads both addends a second time, and is made of AVX-512, which it does not ask
 // for. What this backend does not want of it, a bias or rounding, is left to that kernel.
 template <>
-struct Computed<operation_fused_rms_norm_quant, float> {
+struct Computed<NormOfSum, float> {
   using MaybeTensor = paddle::optional<DenseTensor>;
   template <typename Function>
   static void run(Function on_cpu, const DenseTensor& x, const MaybeTensor& bias, const MaybeTensor& residual, const DenseTensor& weight,
@@ -124,7 +123,6 @@ struct Computed<operation_fused_rms_norm_quant, float> {
     norm_rows(from, x.numel(), weight, epsilon, out->data<float>(), inverse == nullptr ? nullptr : inverse->data<float>());
   }
 };
-#endif
 
 // -- which of equal numbers -------------------------------------------------------------------------------------------------------
 // The last one instead of the first: the CPU kernel looks at the numbers in reverse, and its answer is counted from the end.

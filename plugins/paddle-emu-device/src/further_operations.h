@@ -72,10 +72,12 @@ PADDLE_DEVICE_OPERATION(triu, TriuKernel)
 #if PADDLE_DEVICE_GRAPHS  // Paddle 3.3, which calls the norm otherwise than 3.2, and has the product with a bias
 PADDLE_DEVICE_OPERATION(fused_rms_norm_quant, RmsNormQuantKernel)
 PADDLE_DEVICE_OPERATION(linear_v2, LinearV2Kernel)
-using FusedOperations = std::tuple<operation_fused_rms_norm_quant, operation_linear_v2>;
+using NormOfSum = operation_fused_rms_norm_quant;
+using FusedOperations = std::tuple<NormOfSum, operation_linear_v2>;
 #else
 PADDLE_DEVICE_OPERATION(rms_norm, RmsNormKernel)
-using FusedOperations = std::tuple<operation_rms_norm>;
+using NormOfSum = operation_rms_norm;
+using FusedOperations = std::tuple<NormOfSum>;
 #endif
 
 using FurtherOperations = std::tuple<

@@ -892,6 +892,7 @@ class Engine:
             self.checkpoint.close()
             self.checkpoint = checkpoint
         self._forget_rows()
+        self.alarms.weights_changed()
         if moved:
             self._rebind()
 

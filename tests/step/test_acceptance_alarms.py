@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, SamplingParams
+from polydraft.demo import demo_model_path
 from polydraft.host import acceptance_alarms
 
 LONG = SamplingParams(max_new_tokens=80, ignore_eos=True, temperature=0.7)
@@ -45,6 +46,15 @@ def test_a_proposer_whose_weights_were_lost(caplog: pytest.LogCaptureFixture) ->
         weight.array[...] = rng.standard_normal(weight.array.shape) * weight.array.std()
     assert served(llm) == {"fall": 1}
     assert "see that the proposer's were, too" in caplog.text
+    llm.close()
+
+
+def test_what_graphs_drafted_with_other_weights_is_forgotten() -> None:
+    llm = LLM(backend="reference", draft_tokens=2, max_num_seqs=8)
+    llm.generate(PROMPTS, replace(LONG, max_new_tokens=30))
+    assert llm.engine.alarms._making.any()
+    llm.update_weights(demo_model_path())
+    assert not llm.engine.alarms._making.any()
     llm.close()
 
 

@@ -52,6 +52,26 @@ def test_a_proposer_that_is_never_right() -> None:
     assert silent.alarms.count == NONE
 
 
+def test_a_proposer_that_is_never_right_soon_after_the_start() -> None:
+    """Before there is enough to call it a fall: as where weights are replaced early, without the proposer's."""
+    run = Run()
+    run.steps(1000, lambda i, by_graph: 0.6 if i < 40 else 0.005)
+    assert run.alarms.count == {**NONE, "floor": 1}, "once"
+    run.steps(1000, lambda i, by_graph: 0.05 if i // 64 % 2 else 0.005)
+    assert run.alarms.count == {**NONE, "floor": 1}, "a little more is not enough"
+    run.steps(300, lambda i, by_graph: 0.6 if i < 100 else 0.005)
+    assert run.alarms.count == {**NONE, "floor": 2}, "it was right for a while"
+
+
+def test_new_weights_are_not_held_against_graphs() -> None:
+    """With better drafts texts take fewer rounds, so that more of them have a prompt computed beside them, without a graph."""
+    run = Run()
+    run.steps(800, lambda i, by_graph: 0.6, graph=lambda i: i % 10 > 0)
+    run.alarms.weights_changed()
+    run.steps(2400, lambda i, by_graph: 0.01, graph=lambda i: i % 30 > 0)
+    assert run.alarms.count == {**NONE, "fall": 1}
+
+
 @pytest.mark.parametrize("after", [0.0, 0.2])
 def test_drafts_that_were_better_before(after: float) -> None:
     run = Run()

@@ -23,7 +23,7 @@ from polydraft.sentinels import Phase
 BLOCK = 512
 """Rounds after which shares are compared."""
 FLOOR = 0.03
-"""Share of the first block below which drafts are not worth their time on any device."""
+"""Share of a block below which drafts are not worth their time on any device."""
 HISTORY, LEAST_HISTORY = 32, 4
 """Blocks that a share is compared with, at most and at least."""
 HALF = 0.5
@@ -57,7 +57,9 @@ class AcceptanceAlarms:
         self._blocks: deque[float] = deque(maxlen=HISTORY)
         self._making = np.zeros((2, 2), np.int64)
         """The same as `_of`, over blocks, until there is enough of both."""
-        self._first, self._low, self._told_graphs = True, False, False
+        self._below = self._low = self._told_graphs = False
+        """Whether blocks are below the floor, since which they have not been worth much; and whether the last one was far below
+        what was usual."""
         self._steps = 0
         self._looping = np.full(slots.epoch.shape, -1, np.int64)
         """Epoch of the request of each slot that was found to repeat itself."""
@@ -81,20 +83,25 @@ class AcceptanceAlarms:
         if not self._steps % LOOK_EVERY:
             self._look()
 
+    def weights_changed(self) -> None:
+        """What graphs drafted with other weights is not held against what is drafted without them now."""
+        self._making[:] = 0
+
     def _judge(self) -> None:
         """A block has ended."""
         share = float(self._of[:, 1].sum() / self._of.sum())
         self._making += self._of
         self._of[:] = 0
-        first, self._first = self._first, False
-        if first and share < self._floor:
+        usual = statistics.median(self._blocks) if len(self._blocks) >= LEAST_HISTORY else 0.0
+        below = share < (WORTH if self._below else self._floor)
+        if below and not self._below and usual < WORTH:  # otherwise it is a fall
             self.tell(
                 "floor",
-                f"of the first {BLOCK} drafts that were verified {share:.1%} were accepted, wanted {self._floor:.0%} or "
-                "more: they cost more than they bring; see that the proposer is this model's (polydraft mtp-check), or use "
+                f"the first draft of a round was accepted in {share:.1%} of {BLOCK} rounds, wanted {self._floor:.0%} or more: "
+                "drafts cost more than they bring; see that the proposer is this model's (polydraft mtp-check), or use "
                 "--draft-tokens 0",
             )
-        usual = statistics.median(self._blocks) if len(self._blocks) >= LEAST_HISTORY else 0.0
+        self._below = below
         low = usual >= WORTH and share < HALF * usual
         if low and self._low:
             self.tell(

@@ -601,6 +601,11 @@ class Engine:
         return bool(self._in_flight or self.scheduler.waiting or self.scheduler.held or (self.slots.phase != 0).any())
 
     @property
+    def checks_text(self) -> bool:
+        """Whether a text is being written once more (`check_texts`), which is in no result."""
+        return self.text_check is not None and self.text_check.shadow is not None
+
+    @property
     def points(self) -> Points:
         """The points of a step at which instruments listen."""
         return self.instruments.points

@@ -108,7 +108,7 @@ class LLM:
 
     def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
         try:
-            while ids:
+            while ids or self.engine.checks_text:
                 self.engine.refuse_resting("a text was to go on")
                 with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
                     self.engine.step()
@@ -119,6 +119,7 @@ class LLM:
                     yield output
                 if interrupted():
                     yield from self._interrupt(ids)
+                    break
         except KeyboardInterrupt:
             yield from self._interrupt(ids)
         finally:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from polydraft import Engine, SamplingParams
+import polydraft.cli.run
+import polydraft.llm
+from polydraft import LLM, Engine, SamplingParams
+from polydraft.cli.prompts import Job
+from polydraft.cli.run import Run
 from polydraft.config import EngineConfig
 from polydraft.errors import ConfigError
 from polydraft.host.differences import MOST_TIES
@@ -128,6 +133,35 @@ def test_where_rounding_may_differ_a_few_differences_are_ties() -> None:
         assert told == wanted
         assert "token 40 of a text was [40], and [99]" in said[-1]
         assert (check.compared.checked, check.compared.differed) == (5, 5)
+
+
+def test_whoever_waits_for_texts_waits_for_their_check() -> None:
+    """The last text of a call or of a command is checked, too, and only what was asked for is counted."""
+    asked = [(prompt, replace(PARAMS, max_new_tokens=10 + 30 * i)) for i, prompt in enumerate(PROMPTS[:2])]
+    prompts, params = zip(*asked, strict=True)
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), plugins=tiny.PLUGINS, backend="reference", draft_tokens=3, check_texts=1.0)
+    called = [llm.generate(prompts[:1], params[:1]), llm.generate(prompts, params), list(llm.stream(prompts[1], params[1]))]
+    ended = [output for outputs in called for output in outputs if output.finished]
+    assert checks(llm.engine) == (4, 0)
+    assert llm.engine.totals.new_tokens == sum(len(output.token_ids) for output in ended)
+    run = Run(llm.engine, [Job(list(prompts[0]), params[0])])
+    run.to_the_end(lambda output: None)
+    assert checks(llm.engine) == (5, 0)
+    llm.close()
+
+
+def test_who_interrupts_does_not_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), plugins=tiny.PLUGINS, backend="reference", draft_tokens=3, check_texts=1.0)
+    interrupted = lambda: llm.engine.checks_text  # noqa: E731
+    for module in (polydraft.llm, polydraft.cli.run):
+        monkeypatch.setattr(module, "noted_interrupts", lambda: nullcontext(interrupted))
+    llm.generate(PROMPTS[:1], replace(PARAMS, max_new_tokens=40))
+    assert llm.engine.checks_text
+    run = Run(llm.engine, [Job(list(PROMPTS[0]), PARAMS)])
+    run.to_the_end(lambda output: None)
+    assert run.interrupted
+    assert llm.engine.checks_text
+    llm.close()
 
 
 def test_a_share_is_one() -> None:

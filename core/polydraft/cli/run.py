@@ -36,9 +36,9 @@ class Run:
                 raise RequestError(f"{job.where}: {error}" if job.where else str(error)) from error
 
     def to_the_end(self, listen: Callable[[RequestOutput], None]) -> None:
-        """Step until every request has ended; Ctrl-C ends those that have not with what they have."""
+        """Step until every request has ended, and the check of a text; Ctrl-C ends requests that have not with what they have."""
         with noted_interrupts() as interrupted:
-            while len(self.outputs) < len(self.ids):
+            while len(self.outputs) < len(self.ids) or (self.engine.checks_text and not self.interrupted):
                 if interrupted():
                     self._abort()
                 else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from polydraft.bench.suite import Suite
 from polydraft.cli import main
 from polydraft.cli.bench import EXAMPLES
 from polydraft.config import EngineConfig
-from polydraft.errors import CheckpointError, ConfigError, DeviceError, RequestError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, RequestError
 from polydraft.instruments.idle import Idle
 from polydraft.instruments.timeline import HOST_STAGES
 from polydraft.models.families import FamilyRegistry
@@ -351,6 +352,25 @@ def test_an_engine_holds_its_whole_load(shape: Path) -> None:
     engine = suite.engine(Load(3, 20, 13), 2, {})
     limits = engine.resolved.limits
     assert (limits.max_seqs, limits.max_len, limits.num_blocks) == (3, 33, 9)
+    engine.close()
+
+
+def test_a_proposer_is_measured_beside_plain_decoding(shape: Path) -> None:
+    """The default numbers of drafts are 0 and 3, and with 0 there is nobody who drafts."""
+    suite = Suite(EngineConfig(backend="reference", proposer="ngram"), shape, prompt_tokens=4, new_tokens=12, repeats=1)
+    rows = list(suite.run(lambda text: None))
+    assert [(row["draft_tokens"], row["proposer"]) for row in rows] == [(0, "none"), (3, "ngram")]
+    alone = replace(suite, draft_tokens=(0,))
+    with pytest.raises(CapabilityError, match="--proposer ngram with --draft-tokens 0 drafts nothing"):
+        list(alone.run(lambda text: None))
+
+
+@pytest.mark.parametrize("proposer", ["suffix", "hybrid"])
+def test_a_lookup_does_not_find_the_texts_of_the_run_before(shape: Path, proposer: str) -> None:
+    """All runs have the same prompts, so each text would be found in the one before."""
+    suite = Suite(EngineConfig(backend="reference", proposer=proposer), shape)
+    engine = suite.engine(Load(1, 32, 32), 3, {})
+    assert engine.resolved.proposer_options["cached_tokens"] == 0
     engine.close()
 
 

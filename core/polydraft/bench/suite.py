@@ -20,6 +20,7 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import CapabilityError
 from polydraft.instruments.timeline import keeps_timeline
+from polydraft.proposers.base import built_in
 
 Compare = Literal["off", "graph", "overlap", "all"]
 VARIANTS: dict[Compare, tuple[dict[str, Any], ...]] = {
@@ -29,13 +30,15 @@ VARIANTS: dict[Compare, tuple[dict[str, Any], ...]] = {
     "all": tuple({"graph": graph, "overlap": overlap} for overlap in (0, 1) for graph in ("off", "decode")),
 }
 """Options of the contenders that a comparison sets side by side."""
+PLAIN = {"proposer": "auto", "draft_model": "", "draft_vocab": "", "proposer_options": ()}
+"""Options of a contender that decodes plainly beside others that draft."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What to measure. `config` is shared by all engines; batch, drafts, capacities and the compared option come on top. `shape`
-    is a file of `RandomCheckpoint`, instead of `config.model`."""
+    """What to measure. `config` is shared by all engines, what it says of drafts by those that draft; batch, drafts, capacities
+    and the compared option come on top. `shape` is a file of `RandomCheckpoint`, instead of `config.model`."""
 
     config: EngineConfig
     shape: Path | None = None
@@ -66,7 +69,7 @@ class Suite:
                     cell.engine.close()
 
     def engine(self, load: Load, drafts: int, variant: dict[str, Any]) -> Engine:
-        """An engine that holds the whole load, so that nobody waits, is preempted, or finds a prefix."""
+        """An engine that holds the whole load, so that nobody waits, is preempted, or finds a prefix or an earlier text."""
         length = load.prompt_tokens + load.new_tokens
         block = 16 if self.config.block_size == "auto" else int(self.config.block_size)
         own: dict[str, Any] = {
@@ -76,6 +79,10 @@ class Suite:
             "num_blocks": load.batch * -(-length // block),
             "accept_schedule": self.config.accept_schedule if drafts else (),
         }
+        if "cached_tokens" in built_in().options(self.config.proposer):
+            own["proposer_options"] = (*self.config.proposer_options, "cached_tokens=0")
+        if not drafts and any(self.draft_tokens):
+            own |= PLAIN
         config = dataclasses.replace(self.config, **own, **variant)
         try:
             checkpoint = RandomCheckpoint(self.shape) if self.shape else None

@@ -124,6 +124,16 @@ def test_what_has_no_head_or_no_such_convention_is_refused():
     assert err.startswith("polydraft: --vary fed: wanted some of order, feed, final_norm, recycle, mask_first_position")
 
 
+@pytest.mark.parametrize(
+    "options", [("--draft-tokens", "auto:3"), ("--draft-tokens", "0"), ("--proposer", "suffix"), ("--proposer", "hybrid")]
+)
+def test_what_the_head_does_not_draft_in_every_round_is_refused(options: tuple[str, ...]):
+    """With auto:K the measured times would choose what is counted."""
+    status, out, err = command("--backend", "reference", "--vary", "order", "--max-new-tokens", "4", *options)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"polydraft: got {' '.join(options)}, wanted the MTP head's own drafts, as many in every round")
+
+
 def seen(tokens: float, error: float, *, configured: bool = False, order: str = "hidden_first") -> Seen:
     return Seen({"order": order}, configured, 100, tokens, error, (0.5,))
 

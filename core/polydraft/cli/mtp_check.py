@@ -89,6 +89,7 @@ def command(
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     config = EngineConfig.from_mapping({"proposer": "mtp", **given})
+    _refuse_other_drafts(config)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True, "seed": 0}
     found = sorted(_tried(config, vary, _jobs(prompts, sampling)), key=lambda seen: -seen.tokens_per_round)
     said = verdict(found)
@@ -97,6 +98,17 @@ def command(
     else:
         _show(found, said)
     return 0
+
+
+def _refuse_other_drafts(config: EngineConfig) -> None:
+    """Raise `UsageError` where not every round has drafts of the head alone: they are counted."""
+    if config.proposer != "mtp":
+        got = f"--proposer {config.proposer}"
+    elif config.adaptive or config.draft_tokens == 0:
+        got = f"--draft-tokens {config.draft_tokens}"
+    else:
+        return
+    raise click.UsageError(f"got {got}, wanted the MTP head's own drafts, as many in every round; leave it out or correct it")
 
 
 def verdict(found: Sequence[Seen]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +193,7 @@ class EngineConfig:
     def _drafts(self) -> None:
         given = self.draft_tokens
         if isinstance(given, str) and given.startswith(f"{AUTO}:"):
-            if not (given[5:].isascii() and given[5:].isdecimal() and int(given[5:]) > 0):
+            if not re.fullmatch(r"auto:0*[1-9][0-9]{0,8}", given):
                 raise ConfigError(f"draft_tokens is {given!r}, wanted auto:K with K of at least 1, such as auto:5; correct it")
             return
         self._whole("draft_tokens", minimum=0)

@@ -409,7 +409,7 @@ def _proposer_options(n: _Negotiation, proposer: str, declared: Mapping[str, flo
             known = f"knows {', '.join(declared)}" if declared else "has no options"
             n.refuse(f"--proposer-option {name}={value}: proposer {proposer} {known}; correct it or leave it out")
         elif not 0 <= number <= MOST_LENGTH:
-            n.refuse(f"--proposer-option {name}={value}: wanted {wanted} from 0 on; correct it or leave it out")
+            n.refuse(f"--proposer-option {name}={value}: wanted {wanted} from 0 to {MOST_LENGTH}; correct it or leave it out")
         options[name] = number
     told = ",".join(f"{name}={value}" for name, value in options.items())
     n.choose(

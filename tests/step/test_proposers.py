@@ -65,9 +65,24 @@ def test_the_example_accepts_drafts_that_a_longer_run_would_not_make() -> None:
             {"proposer": "ngram", "proposer_options": ("max=9",)},
             "--proposer-option max=9: proposer ngram knows min_ngram, max_ngram",
         ),
-        ({"proposer": "ngram", "proposer_options": ("max_ngram=2.5",)}, "max_ngram=2.5: wanted a whole number from 0 on"),
-        ({"proposer": "suffix", "proposer_options": ("min_token_prob=-1",)}, "min_token_prob=-1: wanted a number from 0 on"),
-        ({"proposer": "suffix", "proposer_options": ("min_token_prob=nan",)}, "min_token_prob=nan: wanted a number from 0 on"),
+        (
+            {"proposer": "ngram", "proposer_options": ("max_ngram=2.5",)},
+            "max_ngram=2.5: wanted a whole number from 0 to 2147483647",
+        ),
+        (
+            {"proposer": "suffix", "proposer_options": ("min_token_prob=-1",)},
+            "min_token_prob=-1: wanted a number from 0 to 2147483647",
+        ),
+        ({"proposer": "suffix", "proposer_options": ("min_token_prob=nan",)}, "min_token_prob=nan: wanted a number from 0 to"),
+        (
+            {"proposer": "suffix", "proposer_options": ("min_token_prob=2",)},
+            "suffix: min_token_prob is 2, wanted a chance, 0 to 1",
+        ),
+        (
+            {"proposer": "hybrid", "proposer_options": ("min_token_prob=9",)},
+            "hybrid: min_token_prob is 9, wanted a chance, 0 to 1",
+        ),
+        ({"proposer": "suffix", "proposer_options": ("cached_tokens=9876543210",)}, "a whole number from 0 to 2147483647"),
         ({"proposer": "mtp", "proposer_options": ("feed=1",)}, "proposer mtp has no options"),
         ({"proposer": "ngram", "proposer_options": ("min_ngram=5",)}, "min_ngram is 5 and max_ngram 4, wanted 1 <= min_ngram"),
         (

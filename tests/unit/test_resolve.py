@@ -473,7 +473,9 @@ def test_decisions_are_those_of_the_engine():
     assert len(engine.runner._outputs) == resolved.overlap + 1
 
 
-@pytest.mark.parametrize("given", ["auto:0", "auto:", "auto:x", "auto:-1", "auto:2.5", "auto:²", "auto: 3", "more"])
+@pytest.mark.parametrize(
+    "given", ["auto:0", "auto:", "auto:x", "auto:-1", "auto:2.5", "auto:²", "auto: 3", "auto:" + 5000 * "9", "more"]
+)
 def test_a_number_of_drafts_that_is_none_is_refused(given: str):
     with pytest.raises(ConfigError, match="draft_tokens is"):
         EngineConfig(draft_tokens=given)

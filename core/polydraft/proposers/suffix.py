@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from polydraft.device import Array
+from polydraft.errors import ConfigError
 from polydraft.program.declare import StepBuffer
 from polydraft.program.host_inputs import HostView, Needs
 from polydraft.program.program import ProgramBuilder
@@ -28,11 +29,15 @@ class SuffixGuesses:
     inputs: Sequence[str] = ("guess", "guess_start", "guess_len")
 
     def __init__(self, context: ProposerContext) -> None:
-        limits = context.limits
+        limits, least = context.limits, context.options["min_token_prob"]
+        if least > 1:
+            raise ConfigError(
+                f"proposer {self.name}: min_token_prob is {least:g}, wanted a chance, 0 to 1; correct --proposer-option"
+            )
         ahead = limits.window + limits.num_drafts
         self._index = SuffixIndex(
             limits.max_seqs, limits.max_len, step=limits.window, ahead=ahead, kept=int(context.options["cached_tokens"]),
-            sure=limits.window, least=context.options["min_token_prob"],
+            sure=limits.window, least=least,
         )  # fmt: skip
         self.buffers: tuple[StepBuffer, ...] = (
             StepBuffer("guess", f"B {ahead}", initial=0),

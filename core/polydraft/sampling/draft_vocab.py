@@ -77,14 +77,17 @@ def _counts(path: Path, vocab_size: int) -> Mapping[int, int]:
         raise ConfigError(
             f"--draft-vocab {path}: the token counts cannot be read ({error}); give a file of JSON, token ids and their counts"
         ) from error
-    if not isinstance(held, dict) or not held:
+    if not isinstance(held, dict):
         raise ConfigError(f"--draft-vocab {path}: got {type(held).__name__}, wanted an object of token ids and counts; mend it")
+    if not held:
+        raise ConfigError(f"--draft-vocab {path}: got an empty object, wanted one of token ids and counts; count some text")
+    ids = {str(token): token for token in range(vocab_size)}
     counts = {}
     for token, count in held.items():
-        if not token.isdecimal() or int(token) >= vocab_size or type(count) is not int or count < 0:
+        if token not in ids or type(count) is not int or count < 0:
             raise ConfigError(
                 f"--draft-vocab {path}: got {token!r}: {count!r}, wanted a token id below {vocab_size} and a count; was it made "
                 "with this model's tokenizer?"
             )
-        counts[int(token)] = count
+        counts[ids[token]] = count
     return counts

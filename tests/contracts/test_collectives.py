@@ -233,7 +233,7 @@ def test_hosts_whose_devices_gave_up_find_out_who_differs_or_stays_away(monkeypa
             if (launch := launches[rank]) is not None:
                 time.sleep(0.3 if rank == 0 else 0)
                 if apart:
-                    exchanges[rank]._state = np.zeros(1, np.int64)
+                    exchanges[rank]._state = np.zeros(1, np.int64).data
                 exchanges[rank].judge(note(launch=launch), 2 - rank)
 
         found = together([partial(judge, rank) for rank in range(len(launches))])

@@ -22,7 +22,7 @@ from polydraft.models.ranks import OfRank, Share, of_ranks, shares_of
 from polydraft.plugins.default_backend import default_backend
 from polydraft.plugins.plugins import Plugins
 from polydraft.program.plan import StepPlan
-from polydraft.program.plan_bytes import ARRAYS, FLAGS, WHOLE, PlanReader, PlanWriter
+from polydraft.program.plan_bytes import ARRAYS, FLAGS, HEAD, NEW, WHOLE, PlanReader, PlanWriter
 from polydraft.ranks import Group
 from polydraft.reference.table import collectives
 from tests.support import tiny
@@ -338,10 +338,10 @@ def test_plans_arrive_as_they_were_sent():
             assert (found.slots is before[1].slots) == (plan.slots is before[0].slots)
             kept += found.slots is before[1].slots
         before = plan, found
-    known = {*WHOLE, *FLAGS, *ARRAYS, "writes", "in_flight_counts"}
+    known = {*NEW, *WHOLE, *FLAGS, *ARRAYS, "in_flight_counts"}
     assert {field.name for field in dataclasses.fields(StepPlan)} == known, "a new field has to be sent, or not be needed"
     assert kept > 5, "most plans are like the one before"
-    assert min(sizes) < 300
+    assert min(sizes) == HEAD.size, "and all that is sent of them is new"
     assert any(plan.prompt_top is not None for plan in plans)
 
 

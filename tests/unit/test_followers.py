@@ -75,21 +75,41 @@ def test_a_message_is_taken_once_all_of_it_is_seen(late: str):
         assert take.take() == number.to_bytes(8, "little")
     before = memory.copy()
     assert put.put(b"new plan")
-    begin = np.flatnonzero(memory != before)[1] // 8 * 8  # the first is the count
+    after, begin = memory.copy(), np.flatnonzero(memory != before)[0] // 8 * 8
     own = slice(begin + 8, begin + 16) if late == "the message" else slice(begin, begin + 8)
-    seen = memory.copy()
-    seen[own] = before[own]
-    assert Mailbox(seen).take() is None
-    seen[own] = memory[own]
-    assert Mailbox(seen).take() == b"new plan"
+    memory[own] = before[own]
+    assert take.take() is None
+    memory[own] = after[own]
+    assert take.take() == b"new plan"
 
 
 def test_memory_in_which_nothing_was_written_has_no_message():
+    """Not even an empty one."""
     memory = np.zeros(NBYTES, np.uint8)
-    put, take = Mailbox(memory.copy()), Mailbox(memory)
-    assert put.put(b"plan")
-    memory[:8] = put._bytes[:8]  # the count alone
-    assert take.take() is None, "not even an empty one"
+    taking = Mailbox(memory)
+    assert taking.take() is None
+    assert Mailbox(memory).put(b"")
+    assert taking.take() == b""
+    assert taking.take() is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_plan_like_the_one_before_is_put_into_one_line_of_the_cache(size: int):
+    """For which whoever puts it may have to wait."""
+    memory, writer, first = np.zeros(Exchange.nbytes(size, 64), np.uint8), PlanWriter(), plan_of(1)
+    writer.write(first)
+    for rank in range(size):
+        box = Exchange(memory, rank, size, 64).mailbox(rank)
+        for step_id in range(2, 2 + PLACES):
+            before = memory.copy()
+            assert box.put(writer.write(plan_of(step_id, first)))
+            assert len(set(np.flatnonzero(memory != before) // 64)) == 1
+
+
+def test_a_line_that_both_sides_have_read_is_written_where_it_changes_alone():
+    Mailbox(bytes(NBYTES)).asleep = False
+    with pytest.raises(TypeError, match="read-only"):
+        Mailbox(bytes(NBYTES)).asleep = True
 
 
 # -- the inbox of a thread ---------------------------------------------------------------------------------
@@ -230,7 +250,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_takes_nothing(data: tuple[bytes, 
         wanted = "rank 1 did not take what it was sent within 0.3 s; every rank ends here"
         for _ in range(2):
             with pytest.raises(DeviceError, match=wanted):
-                sending.send(b"one more", *data)
+                sending.send(b"one more", data)
         assert exchange.failure.startswith("rank 1 did not take")
         with suppress(DeviceError):
             sending.send(END)
@@ -279,7 +299,7 @@ def test_a_plan_is_written_into_a_pipe_for_nobody_who_looks(monkeypatch: pytest.
         assert written == [followers._WAKE]
         box.asleep = False
         sending.send(b"long" * ROOM)
-        sending.send(b"head", b"data")
+        sending.send(b"head", [b"data"])
         assert written[1:] == [b"long" * ROOM, b"headdata"]
         assert [box.take() for _ in range(4)] == [b"plan", b"plan", followers._BY_PIPE, followers._BY_PIPE]
 

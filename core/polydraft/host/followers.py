@@ -85,10 +85,14 @@ class Rungs:
         raise NotImplementedError
 
 
+Data = Sequence[memoryview | bytes]
+"""What lies behind a message, piece by piece."""
+
+
 class Channel(Protocol):
     """The way from rank 0 to another rank."""
 
-    def send(self, message: bytes, *data: memoryview | bytes) -> None:
+    def send(self, message: bytes, data: Data = ()) -> None:
         """Hand a message over, with what lies behind it; `END` is the last one. Raises `DeviceError` where nobody takes it any
         more."""
 
@@ -210,7 +214,7 @@ class Followers:
     def give_inputs(self, inputs: HostInputs, plan: StepPlan, *, middle: bool) -> None:
         """Hand over what was filled for a step, before it is sent, or in its middle. Raises as `send` does."""
         rows, arrays = inputs.filled(plan, middle=middle)
-        self._tell(_INPUTS.pack(_OF_INPUTS, plan.step_id, plan.bound, middle) + rows, *arrays)
+        self._tell(_INPUTS.pack(_OF_INPUTS, plan.step_id, plan.bound, middle) + rows, arrays)
 
     # Messages about weights come to the other ranks in the order of plans, so each step runs with the same ones on all ranks.
     def give_share(self, rank: int, name: str, value: Matrix) -> None:
@@ -219,7 +223,7 @@ class Followers:
         packing, arrays = (value.packing.name, value.arrays) if isinstance(value, PackedWeight) else ("", (value,))
         message = _of_weights("keep", name, packing, value.shape, [(array.dtype.str, array.shape) for array in arrays])
         data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
-        self._channels[rank - 1].send(message, *(part for one in data for part in (one, bytes(-len(one) % 8))))
+        self._channels[rank - 1].send(message, [part for one in data for part in (one, bytes(-len(one) % 8))])
 
     def check_weights(self, directory: str, draft: str | None) -> None:
         """Have the other ranks read what they keep of the weights in `directory`, "": check what each was given, and come to
@@ -239,10 +243,10 @@ class Followers:
         """Of each other rank, the messages that it has not taken yet."""
         return [channel.behind for channel in self._channels]
 
-    def _tell(self, message: bytes, *data: memoryview) -> None:
+    def _tell(self, message: bytes, data: Data = ()) -> None:
         self.group.exchange.raise_failure()
         for channel in self._channels:
-            channel.send(message, *data)
+            channel.send(message, data)
 
     def abandon(self, sentence: str) -> str:
         """Rank 0 cannot go on: the others end with it. Returns why, which is what was said first."""
@@ -273,7 +277,7 @@ class ThreadChannel:
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes, *data: memoryview | bytes) -> None:
+    def send(self, message: bytes, data: Data = ()) -> None:
         """Queue it."""
         self._inbox.put(b"".join((message, *data)))
 
@@ -397,7 +401,7 @@ class ProcessChannel:
         self._watcher.start()
         self._write(json.dumps({**start, "rank": rank, "memory": memory}).encode())
 
-    def send(self, message: bytes, *data: memoryview | bytes) -> None:
+    def send(self, message: bytes, data: Data = ()) -> None:
         """Put it into the mailbox, or where it is long write it into the pipe, and say so there."""
         if message == END:
             self._ending = True
@@ -406,10 +410,11 @@ class ProcessChannel:
         if data or len(message) > ROOM:
             self._write(message, *data)
             message = _BY_PIPE
-        waiting = Waiting()
-        while not self._box.put(message):
-            self._bear(waiting)
-            time.sleep(EAGER_S)
+        if not self._box.put(message):
+            waiting = Waiting()
+            while not self._box.put(message):
+                self._bear(waiting)
+                time.sleep(EAGER_S)
         if self._box.asleep:
             self._write(_WAKE)
 

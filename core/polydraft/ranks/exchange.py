@@ -93,13 +93,14 @@ class Exchange:
         words = _LINE * (1 + size)
         region = np.frombuffer(memory, np.uint8)
         head = region[: 8 * words].view(np.int64)
-        self._state, self._arrived = head[:1], head[_LINE::_LINE]
-        rest, notes = region[8 * words :], 8 * size * 2 * _WORDS
-        self._notes = rest[:notes].view(np.int64).reshape(size, 2, _WORDS)
-        self._texts = rest[notes : notes + size * _TEXT].reshape(size, _TEXT)
-        self._boxes = rest[notes + size * _TEXT :][: size * mailbox.NBYTES].reshape(size, mailbox.NBYTES)
+        self._state, self._arrived = head[:1].data, head[_LINE::_LINE]
+        boxes, texts, notes = size * mailbox.NBYTES, size * _TEXT, 8 * size * 2 * _WORDS
+        rest = region[8 * words :]
+        self._boxes = rest[:boxes].reshape(size, mailbox.NBYTES)  # whole lines behind whole lines
+        self._texts = rest[boxes : boxes + texts].reshape(size, _TEXT)
+        self._notes = rest[boxes + texts :][:notes].view(np.int64).reshape(size, 2, _WORDS)
         room = _room(capacity)
-        self._data = rest[notes + size * (_TEXT + mailbox.NBYTES) :][: size * 2 * room].reshape(size, 2, room)
+        self._data = rest[boxes + texts + notes :][: size * 2 * room].reshape(size, 2, room)
         self._count = 0
         self._file: int | None = None
 
@@ -267,7 +268,7 @@ class Exchange:
     @property
     def failure(self) -> str:
         """Why the ranks end, "" while they do not."""
-        state = int(self._state[0])
+        state = self._state[0]
         if state == 0:
             return ""
         if state == _CLOSED:

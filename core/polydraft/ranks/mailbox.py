@@ -1,7 +1,10 @@
 """Messages of rank 0 to another rank in memory that both have: to put one there, or to look for one, takes no system call.
 
-There are places for some short messages, used in turn. Whoever puts one counts it last, and whoever takes one counts that. A
-processor may show the count before the message, so this is there once its checksum is right, and not while memory is still 0.
+There are places for some short messages, used in turn. In front of each is a word with the size and the checksum of what lies
+there; 0 says that there is nothing, and whoever takes a message writes that. A processor may show the word before the message, so
+this is there once its checksum is right. What the other side has in its cache takes long to reach: a message of up to 56 bytes is
+one line of it with its word, and to put such a message there is to reach for no other.
+
 Both sides look as often as they want; one that looks no more says so (`asleep`), and the other one then has to wake it by other
 means.
 """
@@ -14,50 +17,55 @@ from zlib import crc32
 PLACES: Final = 32
 ROOM: Final = 8192 - 8
 """Bytes of a message at most."""
-_PUT, _TAKEN, _ASLEEP, _HEAD = 0, 8, 16, 24
-"""Words in front of the places: each of the three has a cache line of its own."""
+_ASLEEP, _HEAD = 0, 8
+"""Words in front of the places: a line of the cache."""
+_PLACE: Final = ROOM // 8 + 1
+"""Words of a place: checksum and size, and the message behind it."""
 _LOW: Final = (1 << 32) - 1
-NBYTES: Final = 8 * _HEAD + PLACES * (ROOM + 8)
+NBYTES: Final = 8 * (_HEAD + PLACES * _PLACE)
 
 
 class Mailbox:
-    """One side's view. One thread puts messages, and one takes them."""
+    """One side's view, from the first message on. One thread puts messages, and one takes them."""
 
     def __init__(self, memory: Any) -> None:
         """`memory`: `NBYTES` writable bytes that begin at a multiple of 8, all 0 at first."""
         self._bytes = memoryview(memory).cast("B")
         self._words = self._bytes.cast("Q")
+        self._count = 0
+        """Messages that were put, on the side that takes them taken."""
 
     def put(self, message: bytes) -> bool:
         """Put a message, and say whether there was a place for it. It has `ROOM` bytes at most."""
-        words = self._words
-        count = words[_PUT]
-        if count - words[_TAKEN] == PLACES:
+        words, count = self._words, self._count
+        place = _HEAD + count % PLACES * _PLACE
+        if words[place]:
             return False
-        size, begin = len(message), _begin(count)
-        self._bytes[8 * (begin + 1) : 8 * (begin + 1) + size] = message
-        words[begin] = crc32(message, count + 1 & _LOW) << 32 | size
-        words[_PUT] = count + 1
+        size, begin = len(message), 8 * (place + 1)
+        self._bytes[begin : begin + size] = message
+        self._count = count = count + 1
+        words[place] = crc32(message, count & _LOW) << 32 | size
         return True
 
     def take(self) -> bytes | None:
         """The next message; None where there is none yet."""
-        words = self._words
-        count = words[_TAKEN]
-        if count == words[_PUT]:
+        words, count = self._words, self._count
+        place = _HEAD + count % PLACES * _PLACE
+        said = words[place]
+        if not said:
             return None
-        begin = _begin(count)
-        said = words[begin]
-        message = bytes(self._bytes[8 * (begin + 1) : 8 * (begin + 1) + min(said & _LOW, ROOM)])
+        begin = 8 * (place + 1)
+        message = bytes(self._bytes[begin : begin + min(said & _LOW, ROOM)])
         if crc32(message, count + 1 & _LOW) != said >> 32:
             return None
-        words[_TAKEN] = count + 1
+        words[place] = 0
+        self._count = count + 1
         return message
 
     @property
     def behind(self) -> int:
         """Messages that were put and not taken yet."""
-        return self._words[_PUT] - self._words[_TAKEN]
+        return sum(self._words[place] != 0 for place in range(_HEAD, _HEAD + PLACES * _PLACE, _PLACE))
 
     @property
     def asleep(self) -> bool:
@@ -66,9 +74,5 @@ class Mailbox:
 
     @asleep.setter
     def asleep(self, so: bool) -> None:
-        self._words[_ASLEEP] = so
-
-
-def _begin(count: int) -> int:
-    """The first word of the place of a message: checksum and size, and the message behind it."""
-    return _HEAD + count % PLACES * (ROOM // 8 + 1)
+        if so != self.asleep:  # else the other side would have to reach for it anew
+            self._words[_ASLEEP] = so

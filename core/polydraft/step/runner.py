@@ -124,14 +124,15 @@ class StepNumber:
     """The number of the step on the device, by which ranks notice that they are in different ones."""
 
     def __init__(self, memory: Memory, depth: int) -> None:
-        self._device, self._buffer = memory.device, memory.buffers["step"]
-        self._ring = [memory.device.staging(f"step{i}", (1,), "i32") for i in range(depth + 1)]
+        self._upload, self._buffer = memory.device.upload, memory.buffers["step"]
+        ring = [memory.device.staging(f"step{i}", (1,), "i32") for i in range(depth + 1)]
+        self._ring = [(staging, staging.array) for staging in ring]
 
     def upload(self, stream: Stream, step_id: int) -> None:
         """Enqueue the copy, before any launch of the step."""
-        staging = self._ring[step_id % len(self._ring)]
-        staging.array[0] = step_id & 0x7FFFFFFF
-        self._device.upload(stream, self._buffer, staging, 1)
+        staging, number = self._ring[step_id % len(self._ring)]
+        number[0] = step_id & 0x7FFFFFFF
+        self._upload(stream, self._buffer, staging, 1)
 
 
 class LateDrafts:

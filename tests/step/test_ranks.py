@@ -27,8 +27,8 @@ from polydraft.ranks import Group
 from polydraft.reference.table import collectives
 from tests.support import tiny
 from tests.support.depth import among
-from tests.support.emulator import SCHEDULES, emulated
-from tests.support.of_ranks import OPTIONS, asks, on_one_rank, pieces_read, served, split
+from tests.support.emulator import SCHEDULES
+from tests.support.of_ranks import OPTIONS, WHOLE_EXPERTS, asks, on_one_rank, pieces_read, served, split
 from tests.support.runs import Ask, drive, engine, essence
 
 CASES = [
@@ -41,7 +41,6 @@ MORE = [
     for drafts in (0, 1, 3, 5)
 ]
 """Key-value heads: "narrow" has 2, so that two of four ranks keep the same; tokens: 90 or 101 are no multiple of 4."""
-WHOLE_EXPERTS = {("sparse-glm", 2), ("sparse-glm", 4), ("sparse-ernie", 2)}
 NATIVE = pytest.mark.skipif(default_backend().name != "cpu", reason="the CPU backend is not built here")
 
 
@@ -103,7 +102,7 @@ WAYS = [(overlap, graph) for overlap in (0, 1, 2) for graph in ("off", "decode")
 def test_queues_and_graphs(overlap: int, graph: str):
     """Collectives lie in graphs, whole steps among them, and in steps that are launched ahead."""
     device = {"backend": "reference", "device": f"lazy-{overlap}", "graph": graph}
-    options = {"draft_tokens": 3, **device}
+    options: dict[str, Any] = {"draft_tokens": 3, **device}
     with split("narrow", 2, **options) as running:
         assert texts(running, "narrow") == on_one_rank("narrow", 3)
         replayed = running.runner.graphs.counters.replayed_steps if running.runner.graphs else 0
@@ -117,11 +116,12 @@ EMULATED = [(schedule, graph) for schedule in SCHEDULES for graph in ("off", "de
 def test_the_emulator(schedule: str, graph: str):
     """Operations in any legal order, each rank's in one of its own, and memory that is poison until it is written. Nothing runs
     before somebody waits, and then perhaps more than was waited for."""
-    options = {**OPTIONS, "overlap": 1, "graph": graph, "graph_sizes": (1, 3) if graph == "decode" else ()}
-    running = emulated(f"seed=5&{schedule}", "narrow", draft_tokens=3, tensor_parallel=2, **options)
-    alone = emulated(f"seed=5&{schedule}", "narrow", draft_tokens=3, **options)
-    assert texts(running, "narrow") == texts(alone, "narrow")
-    running.close()
+    options: dict[str, Any] = {"overlap": 1, "graph": graph, "graph_sizes": (1, 3) if graph == "decode" else ()}
+    found = []
+    for ranks in (2, 1):
+        with split("narrow", ranks, emulator=f"seed=5&{schedule}", draft_tokens=3, **options) as running:
+            found.append(texts(running, "narrow"))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,14 @@ def test_the_emulator(schedule: str, graph: str):
 def test_the_emulator_with_more_ranks_drafts_and_models(model: str, ranks: int, drafts: int):
     """Behind each other, and with weights that are new in the middle."""
     schedule = SCHEDULES[(ranks + drafts) % len(SCHEDULES)]
-    options = {**OPTIONS, "overlap": drafts % 2, "graph": ("off", "decode")[ranks // 2 % 2], "draft_tokens": drafts}
+    options: dict[str, Any] = {"overlap": drafts % 2, "graph": ("off", "decode")[ranks // 2 % 2], "draft_tokens": drafts}
     options["graph_sizes"] = (1, 3) if options["graph"] == "decode" else ()
     found = []
     for size in (ranks, 1):
-        running = emulated(f"seed=5&ranks=late&{schedule}", model, tensor_parallel=size, **options)
-        found.append(texts(running, model))
-        running.update_weights(tiny.checkpoint(tiny.moved(model)))
-        found[-1] += texts(running, model)
-        running.close()
+        with split(model, size, emulator=f"seed=5&ranks=late&{schedule}", **options) as running:
+            found.append(texts(running, model))
+            running.update_weights(tiny.checkpoint(tiny.moved(model)))
+            found[-1] += texts(running, model)
     assert found[0] == found[1]
 
 

@@ -24,8 +24,8 @@ from polydraft.models.weights import InLeaves
 from polydraft.plugins.default_backend import default_backend
 from tests.support import tiny
 from tests.support.depth import among
-from tests.support.emulator import SCHEDULES, emulated
-from tests.support.of_ranks import OPTIONS, asks, split
+from tests.support.emulator import SCHEDULES
+from tests.support.of_ranks import asks, split
 from tests.support.runs import drive, engine
 
 NATIVE = pytest.mark.skipif(default_backend().name != "cpu", reason="the CPU backend is not built here")
@@ -97,13 +97,12 @@ def test_nor_do_those_of_processes(model: str, whole: bool, ranks: int, drafts: 
 @pytest.mark.parametrize("model", among(["narrow"], ["narrow", "sparse-glm", "sparse-ernie"]))
 def test_nor_do_those_of_the_emulator(model: str, schedule: str, graph: str):
     """Each rank's operations in an order of their own, and ranks that come late."""
-    options = {**OPTIONS, "invariant": True, "overlap": 1, "graph": graph, "logprobs": 3, "draft_tokens": 3}
+    options: dict[str, Any] = {"invariant": True, "overlap": 1, "graph": graph, "logprobs": 3, "draft_tokens": 3}
     options["graph_sizes"] = (1, 3) if graph == "decode" else ()
     found = []
     for ranks in (1, 4):
-        running = emulated(f"seed=5&ranks=late&{schedule}", model, tensor_parallel=ranks, **options)
-        found.append(told(running, model))
-        running.close()
+        with split(model, ranks, emulator=f"seed=5&ranks=late&{schedule}", **options) as running:
+            found.append(told(running, model))
     assert found[0] == found[1]
 
 

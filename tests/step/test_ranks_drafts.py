@@ -33,7 +33,7 @@ from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among, crossed, deep
 from tests.support.eagle3 import LAYOUTS, V, draft_config, draft_tensors, pair, write_target
-from tests.support.of_ranks import on_one_rank, pieces_read, served, split
+from tests.support.of_ranks import on_one_core, on_one_rank, pieces_read, served, split
 from tests.support.runs import drafts_at, drive, essence
 
 RANKS, DRAFTS = (2, 4), (0, 3, 5)
@@ -55,11 +55,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "coupled": {"temperature":
 @contextmanager
 def over(of: tuple[Path, Path], ranks: int, draft_tokens: int = 3, **options: Any) -> Any:
     """An engine on a target and its draft model, over several ranks."""
-    running = of_pair(of, draft_tokens, tensor_parallel=ranks, **options)
-    try:
-        yield running
-    finally:
-        running.close()
+    with on_one_core(ranks > 1 and options.get("backend") != "cpu"):
+        running = of_pair(of, draft_tokens, tensor_parallel=ranks, **options)
+        try:
+            yield running
+        finally:
+            running.close()
 
 
 def texts(running: Engine, **sampling: Any) -> list[dict[str, Any]]:
@@ -284,7 +285,8 @@ def test_a_reduced_draft_vocabulary(model: str, ranks: int, drafts: int, tokens:
 @needs_kernels
 def test_a_reduced_draft_vocabulary_of_processes_with_packed_matrices_and_new_weights():
     vocab = tiny.CONFIGS["narrow"]["vocab_size"]
-    options = {"backend": "cpu", "draft_tokens": 3, "draft_vocab": f"{tiny.token_counts(vocab)}:30", "weights": "int8"}
+    counts = f"{tiny.token_counts(vocab)}:30"
+    options: dict[str, Any] = {"backend": "cpu", "draft_tokens": 3, "draft_vocab": counts, "weights": "int8"}
     other = tiny.checkpoint(tiny.moved("narrow"))
     params, found = SamplingParams(max_new_tokens=24, ignore_eos=True), []
     for ranks in (2, 1):

@@ -359,10 +359,10 @@ def emulated_ranks(query: str, ranks: int = 2, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_come_late_change_nothing(seed: int):
-    running = emulated(f"seed={seed}&ranks=late", "narrow", tensor_parallel=4, draft_tokens=2, **OPTIONS)
+    with split("narrow", 4, emulator=f"seed={seed}&ranks=late", draft_tokens=2) as running:
+        found = [one.token_ids for one in run(running)]
     with split("narrow", 1, draft_tokens=2) as alone:
-        assert [one.token_ids for one in run(running)] == [one.token_ids for one in run(alone)]
-    running.close()
+        assert found == [one.token_ids for one in run(alone)]
 
 
 @pytest.mark.parametrize(

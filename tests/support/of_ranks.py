@@ -7,6 +7,7 @@ tests of `tests/step/test_ranks*.py` compare what comes out with one rank.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,12 @@ import pytest
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
 from polydraft.models.safetensors_file import SafetensorsFile
 from tests.support import tiny
+from tests.support.emulator import emulated
 from tests.support.runs import Ask, drive, engine, essence
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 3, "block_size": 4, "num_blocks": 14, "max_batched_tokens": 20, "invariant": False}
+WHOLE_EXPERTS = {("sparse-glm", 2), ("sparse-glm", 4), ("sparse-ernie", 2)}
+"""Models and numbers of ranks that may keep experts whole."""
 
 
 def asks(model: str) -> list[Ask]:
@@ -39,17 +43,36 @@ def asks(model: str) -> list[Ask]:
 
 
 @contextmanager
-def split(model: str, ranks: int, **options: Any) -> Iterator[Engine]:
-    """An engine over several ranks, closed behind the block; with `backend="cpu"` on the CPU backend, a thread a rank."""
-    options = {**OPTIONS, "tensor_parallel": ranks, **options}
-    if options.get("backend") == "cpu":
-        made = LLM(model=str(tiny.checkpoint(model)), plugins=tiny.PLUGINS, device="cpu?threads=1", **options).engine
-    else:
-        made = engine(model, **options)
+def on_one_core(so: bool = True) -> Iterator[None]:
+    """Keep this thread, and those that it starts, on one core, if `so` and where the system can. Ranks that are threads share one
+    interpreter lock; over several cores they fight for it, and take about twice as long."""
+    if not so or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))  # each of them takes another core
+    os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
     try:
-        yield made
+        yield
     finally:
-        made.close()
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def split(model: str, ranks: int, *, emulator: str = "", **options: Any) -> Iterator[Engine]:
+    """An engine over several ranks, closed behind the block: threads of the reference, or with `emulator` of an emulator with
+    these options; with `backend="cpu"` processes of the CPU backend, with a thread each."""
+    options = {**OPTIONS, "tensor_parallel": ranks, **options}
+    of_processes = options.get("backend") == "cpu"
+    with on_one_core(ranks > 1 and not of_processes):
+        if of_processes:
+            made = LLM(model=str(tiny.checkpoint(model)), plugins=tiny.PLUGINS, device="cpu?threads=1", **options).engine
+        else:
+            made = emulated(emulator, model, **options) if emulator else engine(model, **options)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def served(running: Engine, model: str) -> list[RequestOutput]:

@@ -2,13 +2,15 @@
 in any legal order of each rank's operations, texts, rounds and log probabilities are those of the request alone on one device, to
 the bit. Some are given new weights in the middle, some draft by what the host looks up, some with a draft model.
 
-The generator is that of the emulator's programs (`tests/support/programs.py`), less what ranks refuse.
+The generator is that of the emulator's programs (`tests/support/programs.py`), less what ranks refuse. They are long, and for
+`make deep`; short ones, many of which the same engines serve, are in `test_ranks_seeds.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from contextlib import closing
 from typing import Any, Literal
 
 import pytest
@@ -18,8 +20,8 @@ from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import has_experts, of_ranks
 from tests.support import tiny, tiny_families
-from tests.support.depth import first
 from tests.support.eagle3 import LAYOUTS, V, pair
+from tests.support.of_ranks import on_one_core
 from tests.support.poison import poison_free_blocks
 from tests.support.programs import Program, alone, bits, program
 from tests.support.runs import Ask, drive, essence, solo_moved
@@ -83,7 +85,8 @@ class Change:
         return solo_moved(self._model, num_drafts, *here, kept, rules)
 
 
-@pytest.mark.parametrize("seed", first(4, SEEDS))
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs(seed: int):
     made, over = split(seed)
     if over["tensor_parallel"] == 1:
@@ -95,10 +98,9 @@ def test_random_programs(seed: int):
         made = _fitting(made, "", V)
     made = dataclasses.replace(made, options={**made.options, **REFUSED, **drafting, **over})
     depth, graph = seed % 3, ("off", "decode")[seed % 2]
-    running = made.build(depth, graph)
     change = Change(seed, made.model) if seed % 4 in (1, 2) and "draft_model" not in drafting else None
-    outputs = made.serve(running) if change is None else drive(running, made.asks, each_step=change.each_step)
-    running.close()
+    with on_one_core(), closing(made.build(depth, graph)) as running:
+        outputs = made.serve(running) if change is None else drive(running, made.asks, each_step=change.each_step)
     looks = made.options["proposer"] in LOOKING  # drafts are then what other texts say, too: the request alone makes none
     num_drafts = 0 if looks else made.num_drafts
     rules = tuple((name, made.options[name]) for name in ("logprobs", "verify"))

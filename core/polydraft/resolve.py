@@ -165,7 +165,7 @@ def resolve(
     length = _length(n)
     proposer, drafts = _drafts(n, length, tuple(proposers))
     options = _proposer_options(n, proposer, proposer_options(proposer))
-    _draft_model(n, proposer, proposer in draft_models, draft_note)
+    _draft_model(n, proposer, draft_models, draft_note)
     _draft_vocab(n, proposer, draft_vocab)
     _mtp_options(n, proposer)
     own_layers = layers(proposer, share, config.draft_model)
@@ -419,12 +419,15 @@ def _proposer_options(n: _Negotiation, proposer: str, declared: Mapping[str, flo
 
 
 def _draft_model(
-    n: _Negotiation, proposer: str, takes: bool, note: Callable[[str, ModelDescription, str], str]
+    n: _Negotiation, proposer: str, draft_models: Collection[str], note: Callable[[str, ModelDescription, str], str]
 ) -> None:  # fmt: skip
     """The directory of the proposer's own model."""
-    asked = n.config.draft_model
+    asked, takes = n.config.draft_model, proposer in draft_models
     if asked and not takes:
-        n.refuse(f"--draft-model {asked}: proposer {proposer} takes no draft model; leave it out or name another --proposer")
+        others = f", {' or '.join(draft_models)}" if draft_models else ""
+        n.refuse(
+            f"--draft-model {asked}: proposer {proposer} takes no draft model; leave it out or name another --proposer{others}"
+        )
     none = "none was named" if takes else f"proposer {proposer} takes none"
     told = note(proposer, n.model, asked) if asked and takes else ""
     with_it = f"the directory that proposer {proposer} drafts with{'; it ' if told else ''}{told}"

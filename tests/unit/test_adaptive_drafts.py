@@ -76,6 +76,22 @@ def test_a_step_without_requests_that_decode_keeps_the_number() -> None:
     assert policy.choose(DraftView(world.slots, np.arange(0), True)) in policy.rungs
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_where_all_requests_are_others_it_decides_at_once(size: int) -> None:
+    world = World(size, COSTS["rows"], lambda world, slots: np.array([0.3] * 5))
+    policy = world.adaptive()
+    world.run(policy, size, 1000)
+    with mock.patch.object(policy, "_decide", wraps=policy._decide) as decided:
+        for _ in range(3):
+            policy.choose(DraftView(world.slots, np.arange(0), True))
+            world.begin()
+            before = decided.call_count
+            world.step(policy, size)
+            assert decided.call_count == before + 1
+            world.step(policy, size, has_prefill=True)
+            assert decided.call_count == before + 1, "they are those of before"
+
+
 def test_requests_that_want_no_drafts_make_none() -> None:
     world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD))
     world.slots.window[:] = 1

@@ -341,6 +341,8 @@ class AdaptiveDrafts:
         now, count = self.clock(), len(view.decode)
         if not count or view.has_prefill:
             self._settled = 0
+            if not count:
+                self._bounds = 0, 0  # whoever decodes next is another
             return self.rungs[self._rung]
         if self._settled >= SETTLING:
             self._samples.append(now - self._before)
@@ -355,8 +357,8 @@ class AdaptiveDrafts:
         return self.rungs[self._rung]
 
     def _enter(self, bucket: int) -> None:
-        """Another number of requests decodes: steps are timed anew, and decided on at once; but behind a rehearsal drafts
-        must have been verified."""
+        """Another number of requests decodes, or others than before: steps are timed anew, and decided on at once; but behind a
+        rehearsal drafts must have been verified."""
         self._file()
         self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, EVERY, 0.0
         self._left = BEGINNING if not self._looked and self.times.known.any() else 0

@@ -343,6 +343,15 @@ def test_the_hazard_checker_has_nothing_to_say(depth: int) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("proposer", ["suffix", "hybrid"])
+def test_the_hazard_checker_has_nothing_to_say_of_a_lookup(proposer: str) -> None:
+    """With fewer requests than slots, too."""
+    engine = served("seed=6&policy=lazy", proposer=proposer, overlap=1, graph="decode", graph_sizes=(1, 3), sanitize=True)
+    drive(engine, asks())
+    assert engine.hazards == ()
+    engine.close()
+
+
 @pytest.mark.parametrize("removed", ["uploaded", "consumed"])
 def test_the_hazard_checker_misses_no_edge_of_the_inputs(removed: str) -> None:
     """The compute stream must wait for the upload, and the next upload for those who read the last one."""

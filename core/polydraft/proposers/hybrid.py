@@ -79,13 +79,13 @@ class HybridGuesses(SuffixGuesses):
         self._weigh()
 
     def fill(self, view: HostView, arrays: Mapping[str, Array]) -> int:
-        n = super().fill(view, arrays)
+        rows, n = super().fill(view, arrays), len(view.plan.slots)
         if self._steps % EVERY == 0:
             self._model.count(view)
             self._weigh()
         self._steps += 1
         arrays["guess_agree"][:n] = self._agree[self.guesses.source, self.guesses.match]
-        return n
+        return rows
 
     def _weigh(self) -> None:
         """Work out [source, match] int64: the fewest drafts of the model behind which the lookup is expected to be right in at

@@ -51,7 +51,9 @@ class SuffixGuesses:
         self._index.follow(slots, table.number[slots], known, table.tokens)
         self.guesses = self._index.guesses(slots)
         arrays["guess"][:n], arrays["guess_start"][:n], arrays["guess_len"][:n] = self.guesses.tokens, known, self.guesses.length
-        return n
+        for array in arrays.values():
+            array[n:] = 0  # launches may be longer than the step has sequences
+        return len(arrays["guess_len"])
 
     def append(self, program: ProgramBuilder) -> None:
         """Nothing is done to logits."""

@@ -273,6 +273,8 @@ def test_a_process_that_dies_or_stops_is_named(fatal: signal.Signals):
         assert isinstance(channel, ProcessChannel)
         process = channel._process.pid
         os.kill(process, fatal)
+        if fatal == signal.SIGSTOP:
+            time.sleep(0.3)  # who watches the process waits as long as a collective does, and is to be first
         words = {
             signal.SIGKILL: (f"rank 1 (process {process}) ended: SIGKILL, Killed; its last was collective",),
             signal.SIGSTOP: (f"rank 1 (process {process}) was stopped and did not go on within 1 s; its last was collective",),

@@ -313,7 +313,7 @@ def test_a_device_with_streams_and_no_capture_has_what_asynchrony_needs():
 def test_a_device_with_streams_and_no_capture_claims_async():
     report = conform(STREAMS_ALONE, device="queued", selection=Selection("async"))
     assert report.status == 0, page(report)
-    assert report.content["not_claimed"] == ["graph_capture"]
+    assert "graph_capture" in report.content["not_claimed"]
     refused = conform(STREAMS_ALONE, device="queued", selection=Selection("full", features=("dense",)))
     assert refused.status == 1
     assert "(capability graph_capture is not declared), but the claim needs it" in page(refused)

@@ -72,7 +72,7 @@ class CudaStaging:
 
     def __init__(self, device: CudaDevice, name: str, shape: tuple[int, ...], dtype: str) -> None:
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-        self.name, self.row_bytes = name, nbytes // shape[0] if nbytes else 0
+        self.name = name
         self.pointer = device.allocate_host(name, nbytes)
         memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.pointer)
         weakref.finalize(memory, device.free_host, self.pointer)
@@ -358,7 +358,7 @@ class CudaDevice:
     # -- copies ------------------------------------------------------------------------------------
     def upload(self, stream: Stream, target: Buffer, source: Staging, rows: int) -> None:
         """Enqueue a copy of the first `rows` of staging."""
-        nbytes = rows * source.row_bytes  # type: ignore[attr-defined]
+        nbytes = source.array[:rows].nbytes
         self.counters.uploads += 1
         self.counters.bytes_uploaded += nbytes
         if nbytes:
@@ -366,7 +366,7 @@ class CudaDevice:
 
     def download(self, stream: Stream, target: Staging, source: Buffer, rows: int) -> None:
         """Enqueue a copy of the first `rows` of a buffer."""
-        nbytes = rows * target.row_bytes  # type: ignore[attr-defined]
+        nbytes = target.array[:rows].nbytes
         self.counters.downloads += 1
         self.counters.bytes_downloaded += nbytes
         if nbytes:

@@ -54,8 +54,8 @@ class Checkpoint:
             got = f"an error ({error.strerror})"
         if got:
             raise CheckpointError(
-                f"model {str(path)!r} is no directory, got {got}, wanted a local directory with config.json, "
-                f"*.safetensors and tokenizer.json; download the model and pass its directory"
+                f"model {str(path)!r} is no directory, got {got}, wanted a local directory with config.json and "
+                f"*.safetensors; download the model and pass its directory"
             )
         self.config = read_json_object(self.path / "config.json")
         self._files: dict[str, SafetensorsFile] = {}

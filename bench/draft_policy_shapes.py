@@ -9,14 +9,13 @@ many requests at once for half a second, with acceptance 0.8 / 0.6 / 0.45 or 0.5
 drafts). `trace`: 64 requests of 512 prompt tokens at once, request i ends after 64 + 16 i tokens, no others arrive; the
 acceptance of odd requests falls from 0.8 / 0.75 / 0.75, each given the one before, to 0.3 at their 128th token.
 
-Tokens a second are those from the step on in which all requests decode, as the host sees it: what the device still has to do
-of the prompts by then is in the time (31 ms of half a second with `mimo-7b` at batch 32, 69 at 64), for all contenders alike.
+Tokens a second are those from the step on in which all requests decode, as the host sees it: what the device still has to do of
+the prompts by then is in the time (31 ms of half a second with `mimo-7b` at batch 32, 69 at 64), for all contenders alike.
 Which drafts are right is drawn anew in each turn, by request and position, for all contenders alike. In the first turn of each
-work all contenders run (`auto` twice where it is
-steady, of which the second time counts), in later ones `auto`, `none`, and fixed numbers that were at most 3 % behind the best.
-What `auto` has learned it keeps, as a server does. Reported: the median of the turns, and by how much `auto` is faster or slower
-than each: the median of the ratios of the same turn, with an interval that has it in 95 of 100 cases (of fewer than six turns the
-smallest and the largest ratio).
+work all contenders run (`auto` twice where it is steady, of which the second time counts), in later ones `auto`, `none`, and
+fixed numbers that were at most 3 % behind the best. What `auto` has learned it keeps, as a server does. Reported: the median of
+the turns, and by how much `auto` is faster or slower than each: the median of the ratios of the same turn, with an interval
+that has it in 95 of 100 cases (of fewer than six turns the smallest and the largest ratio).
 """
 
 from __future__ import annotations

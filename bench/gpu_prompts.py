@@ -149,10 +149,10 @@ def main() -> int:
     """Measure every shape, an engine each for every number of drafts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(ROOT / "results" / "cuda_prompts.json"))
-    parser.add_argument("--cells", default="mimo-7b:0,3;small:3;tiny:3", help="shape:K,...;shape:K,...")
-    parser.add_argument("--prompt-tokens", type=numbers, default=(512, 4096))
-    parser.add_argument("--batch", type=numbers, default=(1, 8))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cells", default="mimo-7b:0,3", help="shape:K,...;shape:K,...")
+    parser.add_argument("--prompt-tokens", type=numbers, default=(512,))
+    parser.add_argument("--batch", type=numbers, default=(1, 8, 32, 64))
+    parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
     from polydraft_cuda.device import device_name, driver_version
 

@@ -1,4 +1,4 @@
-"""Decode rounds of three shapes on an NVIDIA GPU, beside what its memory allows; writes bench/results/cuda.json.
+"""Decode rounds of large shapes on an NVIDIA GPU, beside what its memory allows; writes bench/results/cuda.json.
 
 Weights are random, made on the device; acceptance is synthetic, by a schedule, and labelled so in every row. `floor_bytes` of a
 row counts what a round cannot do without reading (of several GPUs that share a model, what one of them reads): every weight of
@@ -275,7 +275,7 @@ def main() -> int:
     """Measure every cell; each engine is closed before the next is built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(ROOT / "results" / "cuda.json"))
-    parser.add_argument("--cells", default="mimo-7b:0,3;small:3;tiny:3", help="shape:K,...;shape:K,...")
+    parser.add_argument("--cells", default="mimo-7b:0,3", help="shape:K,...;shape:K,...")
     parser.add_argument("--batch", default="1,8,32,64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -308,7 +308,7 @@ BUILDS = """
 import math, time
 from io import FileIO
 from polydraft.host.followers import ProcessInbox
-from polydraft.ranks import Exchange, Group
+from polydraft.ranks import Exchange
 inbox = ProcessInbox(FileIO(0, closefd=False), Exchange.of_threads(2, 64, math.inf)[1], building=True)
 time.sleep(100)
 """

@@ -12,8 +12,8 @@ acceptance of odd requests falls from 0.8 / 0.75 / 0.75, each given the one befo
 Tokens a second are those from the step on in which all requests decode, as the host sees it: what the device still has to do of
 the prompts by then is in the time (31 ms of half a second with `mimo-7b` at batch 32, 69 at 64), for all contenders alike.
 Which drafts are right is drawn anew in each turn, by request and position, for all contenders alike. In the first turn of each
-work all contenders run (`auto` twice where it is steady, of which the second time counts), in later ones `auto`, `none`, and
-fixed numbers that were at most 3 % behind the best. What `auto` has learned it keeps, as a server does. Reported: the median of
+work all contenders run (`auto` twice where it is steady, of which the second time counts), in later ones `auto` and those that
+were at most 3 % behind the best fixed number. What `auto` has learned it keeps, as a server does. Reported: the median of
 the turns, and by how much `auto` is faster or slower than each: the median of the ratios of the same turn, with an interval
 that has it in 95 of 100 cases (of fewer than six turns the smallest and the largest ratio).
 """
@@ -52,7 +52,7 @@ SLOTS, MOST = 64, 5
 HIGH, LOW = (0.8, 0.75, 0.75, 0.75, 0.75), (0.5, 0.4, 0.25, 0.2, 0.2)
 """Chances by place, given those before."""
 NEAR = 0.97
-"""Part of the best speed of the first turn that a fixed number must have to run again."""
+"""Part of the first turn's best speed of a fixed number that a contender must have to run again."""
 FALLEN, FALLS = 0.3, 128
 """What the chances of odd requests of the trace become, and the token at which they do."""
 PROMPT, TRACE_PROMPT = 64, 512
@@ -182,14 +182,14 @@ class Cell:
 
     def turn(self, contenders: Contenders) -> None:
         """The next turn."""
-        fixed = list(FIXED)
+        others: list[int | str] = [*(["none"] if contenders.without is not None else []), *FIXED]
         if self.turns:
             first = self.turns[0]
-            fixed = [k for k in fixed if first[k] > NEAR * max(first[k] for k in FIXED)]
+            others = [who for who in others if first[who] > NEAR * max(first[k] for k in FIXED)]
         elif self.work.steady:
             contenders.served(self.work, "auto", 0)
             self.log.append(relative(contenders.policy.log))
-        order: list[int | str] = [*(["none"] if contenders.without is not None else []), *fixed, "auto"]
+        order = [*others, "auto"]
         found: dict[int | str, float] = {}
         for who in order if len(self.turns) % 2 else order[::-1]:
             found[who] = contenders.served(self.work, who, len(self.turns) + 1)

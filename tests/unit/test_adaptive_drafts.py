@@ -64,7 +64,7 @@ def test_times_of_steps_with_prompts_are_not_those_of_decoding() -> None:
     policy = world.adaptive()
     for i in range(400):
         world.step(policy, 4, has_prefill=i % 7 == 0)
-    assert policy.times.mean[:, :-1].max() < 10.0
+    assert policy.times.mean[:, : len(policy.rungs)].max() < 10.0
 
 
 def test_a_step_without_requests_that_decode_keeps_the_number() -> None:
@@ -90,6 +90,18 @@ def test_where_all_requests_are_others_it_decides_at_once(size: int) -> None:
             assert decided.call_count == before + 1
             world.step(policy, size, has_prefill=True)
             assert decided.call_count == before + 1, "they are those of before"
+
+
+@pytest.mark.parametrize(("size", "within"), [(1, 16), (8, 32)])
+def test_drafts_are_soon_tried_for_requests_of_which_nobody_verified_one(size: int, within: int) -> None:
+    world = World(size, COSTS["rows"], lambda world, slots: np.array(GOOD if world.slots.epoch[0] > 1 else [0.02] * 5))
+    policy = world.adaptive()
+    world.run(policy, size, 1000)
+    assert world.chosen[-1] == 0
+    policy.choose(DraftView(world.slots, np.arange(0), True))
+    world.begin()
+    world.run(policy, size, within)
+    assert max(world.chosen[-within:]) > 0
 
 
 def test_requests_that_want_no_drafts_make_none() -> None:
@@ -132,7 +144,7 @@ BUCKETS, RUNGS = (1, 2, 4, 8), (0, 1, 3)
 
 def apart(times: StepTimes, bucket: int, now: int) -> Any:
     """How far the logarithm of each rung's time may be off, measured from that of rung 0."""
-    mean, cov = times.belief(bucket, now)
+    mean, cov = times.belief(bucket, now, 0)
     slopes = np.eye(3, 4) / mean[:3, None]
     slopes -= slopes[0]
     return np.sqrt((slopes @ cov * slopes).sum(axis=1))
@@ -140,14 +152,14 @@ def apart(times: StepTimes, bucket: int, now: int) -> Any:
 
 def test_rungs_move_together_once_they_are_known() -> None:
     times = StepTimes(BUCKETS, RUNGS)
-    times.measured(0, 2, [8.0] * 9, 10)
+    times.measured(0, 2, [8.0] * 9, 10, 0)
     assert times.mean[0, :3] == pytest.approx([8.0 / 1.9, 8.0 * 1.3 / 1.9, 8.0]), "the first one says how slow the machine is"
     assert apart(times, 0, 10)[2] > 0.2, "and nothing about how it grows with the number of drafts"
-    times.measured(0, 0, [2.0] * 9, 20)
+    times.measured(0, 0, [2.0] * 9, 20, 0)
     assert times.mean[0, :3] == pytest.approx([2.0, 4.0, 8.0], rel=0.2)
     assert apart(times, 0, 20)[2] < 0.1
     for step in range(12):
-        times.measured(0, 2, [8.0 + step] * 9, 30 + 10 * step)
+        times.measured(0, 2, [8.0 + step] * 9, 30 + 10 * step, 0)
     assert times.mean[0, :3] == pytest.approx([13.0, 15.0, 19.0], rel=0.1)
 
 
@@ -156,35 +168,62 @@ def test_longer_texts_add_the_same_to_all() -> None:
     take 16 in between."""
     times = StepTimes(BUCKETS, RUNGS)
     for now in range(10, 100, 20):
-        times.measured(0, 2, [8.0] * 9, now)
-        times.measured(0, 0, [2.0] * 9, now + 10)
+        times.measured(0, 2, [8.0] * 9, now, 0)
+        times.measured(0, 0, [2.0] * 9, now + 10, 0)
     now = 100
     for _ in range(6):
         for i in range(17):
-            times.measured(0, 0, [2.0 + i / 8] * 16, now := now + 16)
+            times.measured(0, 0, [2.0 + i / 8] * 16, now := now + 16, 0)
         assert times.mean[0, 0] == pytest.approx(4.0, rel=0.01)
         assert times.mean[0, 2] == pytest.approx(10.0, rel=0.1)
+
+
+def test_what_tokens_add_is_told_apart_from_the_level() -> None:
+    """By numbers of drafts, of which one alone is measured while texts grow; and it goes when other texts begin."""
+    base, every, each = (2.0, 4.0, 8.0), 1.0 / 4096.0, 0.5 / 4096.0
+    times, now = StepTimes((8,), RUNGS), 0
+
+    def measure(rung: int, tokens: int) -> None:
+        nonlocal now
+        times.measured(0, rung, [base[rung] + tokens * (every + RUNGS[rung] * each)] * 16, now := now + 16, tokens)
+
+    for rung in (2, 0, 1):
+        measure(rung, 64)
+    for rung in (2, 0):
+        for tokens in range(64, 4096, 128):
+            measure(rung, tokens)
+    for tokens in (2048, 64, 4096):
+        exact = [base[rung] + tokens * (every + k * each) for rung, k in enumerate(RUNGS)]
+        assert times.belief(0, now, tokens)[0][:3] == pytest.approx(exact, rel=0.15)
+
+
+def test_what_tokens_add_is_that_of_the_bucket_beside() -> None:
+    times = StepTimes(BUCKETS, RUNGS)
+    for now, tokens in enumerate(range(0, 4096, 128)):
+        times.measured(3, 0, [2.0 + tokens / 2048.0] * 16, 16 * now, tokens)
+    times.measured(2, 0, [2.0 + 1024 / 2048.0] * 16, 1000, 1024)
+    assert times.belief(2, 1000, 2048)[0][0] == pytest.approx(3.0, rel=0.1)
 
 
 def test_buckets_are_like_their_neighbours_but_for_the_level() -> None:
     times = StepTimes(BUCKETS, RUNGS)
     for now, rung, seconds in ((10, 2, 8.0), (20, 0, 2.0), (30, 1, 4.0)):
-        times.measured(0, rung, [seconds] * 9, now)
+        times.measured(0, rung, [seconds] * 9, now, 0)
     near, far = apart(times, 1, 30), apart(times, 3, 30)
     assert (apart(times, 0, 30)[1:] < near[1:]).all()
     assert (near[1:] < far[1:]).all()
-    times.measured(1, 0, [6.0] * 9, 40)
+    times.measured(1, 0, [6.0] * 9, 40, 0)
     assert times.mean[1, :3] == pytest.approx([6.0, 12.0, 24.0], rel=0.1)
 
 
 def test_what_nobody_measures_grows_uncertain_and_stays_above_nothing() -> None:
     times = StepTimes(BUCKETS, RUNGS)
-    times.measured(0, 2, [8.0] * 9, 10)
-    times.measured(0, 0, [2.0] * 9, 20)
+    times.measured(0, 2, [8.0] * 9, 10, 0)
+    times.measured(0, 0, [2.0] * 9, 20, 0)
     assert apart(times, 0, 20)[2] < apart(times, 0, 120)[2] < apart(times, 0, 5_000)[2] < 0.6
-    times.measured(0, 1, [7.9] * 9, 5_010)
-    times.measured(0, 2, [80.0] * 9, 5_020)
-    assert times.mean[:, :-1].min() >= 0.0
+    times.measured(0, 1, [7.9] * 9, 5_010, 0)
+    times.measured(0, 2, [80.0] * 9, 5_020, 0)
+    assert times.mean.min() >= 0.0
     assert times.mean[0, 0] >= 0.1 * 80.0 - 1e-9
 
 
@@ -195,7 +234,7 @@ def test_noise_and_unrest_are_those_of_the_machine() -> None:
         times, level = StepTimes(BUCKETS, RUNGS), 1.0
         for now in range(16, 1600, 16):
             level *= float(np.exp(4.0 * drift * rng.standard_normal()))
-            times.measured(0, 2, [level * float(np.exp(noise * rng.standard_normal())) for _ in range(16)], now)
+            times.measured(0, 2, [level * float(np.exp(noise * rng.standard_normal())) for _ in range(16)], now, 0)
         found.append((times.noise, times.unrest**0.5))
     (quiet, still), (loud, calm), (_, wild) = found
     assert quiet < 0.003
@@ -206,12 +245,12 @@ def test_noise_and_unrest_are_those_of_the_machine() -> None:
 def test_rows_cost_what_steps_without_them_save() -> None:
     times = StepTimes(BUCKETS, RUNGS)
     for now, rung, seconds in ((10, 2, 8.0), (20, 0, 2.0), (30, 2, 8.0)):
-        times.measured(0, rung, [seconds] * 9, now)
+        times.measured(0, rung, [seconds] * 9, now, 0)
     assert times.part(times.mean[0]) == pytest.approx(0.5, abs=0.1)
     for now in range(40, 200, 10):
-        times.measured(0, 2, [8.0] * 9, now, spared=0.5)
+        times.measured(0, 2, [8.0] * 9, now, 0, spared=0.5)
     assert times.part(times.mean[0]) < 0.1, "a replay at full size"
-    assert times.belief(1, 200)[0][-1] < 0.1, "as it will be for other numbers of requests"
+    assert times.belief(1, 200, 0)[0][-1] < 0.1, "as it will be for other numbers of requests"
     assert times.steps[0, 2] == 18
     assert times.limited_steps[0] == 16 * 9
 
@@ -237,11 +276,11 @@ def test_trials_are_few_where_nothing_changes() -> None:
 def test_a_step_without_drafts_may_be_much_faster_than_the_others_let_expect() -> None:
     times = StepTimes(BUCKETS, RUNGS)
     for now in range(10, 200, 20):
-        times.measured(0, 1, [4.0] * 9, now)
-        times.measured(0, 2, [5.0] * 9, now + 10)
+        times.measured(0, 1, [4.0] * 9, now, 0)
+        times.measured(0, 2, [5.0] * 9, now + 10, 0)
     assert times.mean[0, 0] == pytest.approx(3.5, rel=0.1)
     assert apart(times, 0, 200)[1] > 0.15, "all passes of a proposer have something in common"
-    times.measured(0, 0, [2.0] * 9, 210)
+    times.measured(0, 0, [2.0] * 9, 210, 0)
     assert apart(times, 0, 210)[1] < 0.08
 
 
@@ -272,9 +311,9 @@ def test_a_trial_times_the_steps_that_are_of_one_kind() -> None:
     world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD), late=1)
     policy, counts, measured = world.adaptive(), [], StepTimes.measured
 
-    def count(times: StepTimes, bucket: int, rung: int, samples: list[float], now: int, spared: float = 0.0) -> None:
+    def count(times: StepTimes, bucket: int, rung: int, samples: list[float], *others: Any) -> None:
         counts.append(len(samples))
-        measured(times, bucket, rung, samples, now, spared)
+        measured(times, bucket, rung, samples, *others)
 
     with mock.patch.object(StepTimes, "measured", count):
         world.run(policy, 4, 300)
@@ -283,7 +322,7 @@ def test_a_trial_times_the_steps_that_are_of_one_kind() -> None:
     for rung, k in enumerate(policy.rungs):
         if policy.times.steps[bucket, rung]:
             exact = COSTS["weights"](Step(4, k + 1, 4 * (k + 1), k, False))
-            assert policy.times.mean[bucket, rung] == pytest.approx(exact, rel=0.01), "none of those between"
+            assert policy.times.mean[bucket, rung] == pytest.approx(exact, rel=0.03), "none of those between"
 
 
 @pytest.mark.parametrize("size", [1, 64])
@@ -425,8 +464,7 @@ def test_the_request_that_ends_last_counts_where_it_holds_up_the_others() -> Non
 
 
 def test_requests_count_alike_where_each_takes_its_own_time() -> None:
-    numbers = {most_chosen(lambda step: step.requests * (3.0 + 0.7 * step.drafts), long) for long in (0, 1)}
-    assert len(numbers) == 1
+    assert {most_chosen(lambda step: step.requests * (3.0 + step.drafts), long) for long in (0, 1)} == {1}
 
 
 def test_shares_are_what_a_step_less_of_each_request_saves() -> None:
@@ -489,7 +527,7 @@ def test_steps_of_another_kind_are_not_timed_in_a_rehearsal() -> None:
         i = len(world.chosen)
         world.step(rehearsal, 4 if i % 17 else 3, has_prefill=i % 11 == 0)
     assert policy.times.steps[2].all()
-    assert policy.times.mean[:, :-1].max() < 10.0
+    assert policy.times.mean[:, : len(policy.rungs)].max() < 10.0
 
 
 def test_drafts_are_verified_before_the_first_decision_behind_a_rehearsal() -> None:

@@ -9,11 +9,11 @@ What is maximised is the pace of the requests, their tokens a second in the geom
 of them end is shortest (`shares`). A request that is slow holds its slot the longer, so that a token of it is worth the more. The
 plain sum of all tokens would let those run ahead whose drafts are right anyway, and leave the others for the end.
 
-Times are beliefs with a spread (`StepTimes`): rungs and buckets are alike, as far as they are neighbours, and what nobody
-measures grows uncertain. The first ones are those of a rehearsal, where there was one (`polydraft.host.rehearsal`). A rung is
-tried for a few steps where what that may bring, by its spread, is more than what the trial costs: the knowledge gradient
-(Frazier, Powell and Dayanik, 2008, doi:10.1137/070693424). So there are many trials while nothing is known, few later, and hardly
-one of a rung that is far behind.
+Times are beliefs with a spread (`StepTimes`): rungs and buckets are alike, as far as they are neighbours, what nobody measures
+grows uncertain, and what texts add as they grow is told apart, since it goes when others begin. The first ones are those of a
+rehearsal, where there was one (`polydraft.host.rehearsal`). A rung is tried for a few steps where what that may bring, by its
+spread, is more than what the trial costs: the knowledge gradient (Frazier, Powell and Dayanik, 2008, doi:10.1137/070693424). So
+there are many trials while nothing is known, few later, and hardly one of a rung that is far behind.
 
 Requests are told apart: a draft whose chance, times those before it, is worth less than the row that verifies it is not verified
 (`windows`). What a row costs belongs to the beliefs: where that is nothing, as in steps that are bound by weights or replayed at
@@ -40,8 +40,9 @@ from polydraft.host.draft_policy import DraftView, Windows, ladder
 from polydraft.host.slots import SlotTable
 from polydraft.step.graphs import default_buckets
 
-EVERY, SELDOM = 16, 128
-"""Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most."""
+SOON, EVERY, SELDOM = 4, 16, 128
+"""Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most; `EVERY` where
+something does, and twice `SOON` where others decode than before."""
 LOOK, MANY = 32, 1024
 """Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
@@ -81,8 +82,17 @@ SLOPES_STALE, ROUGH_STALE = 0.0015, 0.001
 """How much further after each step, and after `STAY` of them at most."""
 ROWS, ROWS_SPREAD, ROWS_AWAY, ROWS_STALE = 0.5, 0.4, 0.1, 0.001
 """The part of a draft's cost that is the row which verifies it, and the spreads of that."""
-UNSEEN = 0.006
-"""Spread of the pace of a rung, as a part of it, after each step that verified fewer drafts: texts change."""
+LONG = 512
+"""Tokens that each request of a bucket has in the caches, where they add to a step:"""
+GROWTH, GROWTH_SPREAD, GROWTH_AWAY, GROWTH_STALE = 0.2, 0.3, 0.03, 0.0005
+"""so much to every one, in times of a step without drafts, and the spreads of that;"""
+DRAFTS_GROWTH, DRAFTS_GROWTH_SPREAD, DRAFTS_GROWTH_AWAY, DRAFTS_GROWTH_STALE = 0.02, 0.03, 0.03, 0.0001
+"""and so much more for each draft."""
+UNSEEN, UNSEEN_DEEP = 0.006, 0.003
+"""Spread of the pace of a rung, as a part of it, after each step that verified no drafts, and after each that verified fewer:
+texts change, which the drafts at one place tell of the others."""
+UNKNOWN = 0.15
+"""Spread of the pace of one request with more drafts than now, as a part of it, while none of its drafts was verified."""
 MOST_NOISE = 0.5
 """Spread of several times that is believed at most: one that was interrupted says little of the others."""
 UNREST, NOISE = 0.02, 0.1
@@ -90,71 +100,102 @@ UNREST, NOISE = 0.02, 0.1
 
 
 class StepTimes:
-    """Beliefs about the seconds of a step, by bucket of decoding requests: its time at each rung, and which part of the cost of
-    drafts is that of the rows that verify them. All are normal together, so that a measurement also moves what it was not about,
-    as far as that is alike (a Kalman filter).
+    """Beliefs about the seconds of a step, by bucket of decoding requests: its time at each rung, which part of the cost of
+    drafts is that of the rows that verify them, and what each token in the caches adds, to every step and for each draft. All are
+    normal together, so that a measurement also moves what it was not about, as far as that is alike (a Kalman filter).
 
-    `mean` is [buckets, rungs + 1] and `cov` [buckets, rungs + 1, rungs + 1], the part of rows last; they mean something where a
-    bucket is `known` [buckets]."""
+    `mean` is [buckets, rungs + 3] and `cov` [buckets, rungs + 3, rungs + 3], in the order above, with times as they are at the
+    tokens of the last measurement; they mean something where a bucket is `known` [buckets]."""
 
     def __init__(self, buckets: tuple[int, ...], rungs: tuple[int, ...]) -> None:
         self.buckets, self.rungs = buckets, rungs
         n = len(rungs)
-        self.mean, self.cov = np.zeros((len(buckets), n + 1)), np.zeros((len(buckets), n + 1, n + 1))
+        self.mean, self.cov = np.zeros((len(buckets), n + 3)), np.zeros((len(buckets), n + 3, n + 3))
         self.known = np.zeros(len(buckets), bool)
         self.steps, self.limited_steps = np.zeros((len(buckets), n), np.int64), np.zeros(len(buckets), np.int64)
         """[buckets, rungs]: steps that were timed with all their rows; [buckets]: those with fewer."""
         self.noise, self.unrest = NOISE, UNREST**2
         """Spread of one step's time, and variance that each step adds to those of all rungs, both as parts of a step's time."""
-        self._at = np.zeros(len(buckets), np.int64)
-        """[buckets]: the step that each belief is of."""
+        self._at, self._tokens = np.zeros(len(buckets), np.int64), np.zeros(len(buckets))
+        """[buckets]: the step that each belief is of, and the tokens in the caches of its requests."""
         self._last = -1, -1, 0
         """Bucket, rung and step of the last measurement."""
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
-        self._level = np.append(np.ones(n), 0.0)
+        self._growth = np.stack([np.ones(n), rungs], axis=1)
+        """[rungs, 2]: how often a token adds what it adds to every step, and what it adds for each draft."""
+        self._level = np.append(np.ones(n), np.zeros(3))
         self._alike = np.multiply.outer(self._level, self._level)
-        self._first = np.append(1.0 + SLOPE * np.array(rungs), ROWS), self._spread(SLOPES, CURVED, ROUGH, NO_PASS, ROWS_SPREAD)
-        self._away = self._spread(SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY)
-        self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE)
+        self._first = (
+            np.append(1.0 + SLOPE * np.array(rungs), (ROWS, GROWTH, DRAFTS_GROWTH)),
+            self._spread(SLOPES, CURVED, ROUGH, NO_PASS, ROWS_SPREAD, GROWTH_SPREAD, DRAFTS_GROWTH_SPREAD),
+        )
+        self._away = self._spread(
+            SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY, GROWTH_AWAY, DRAFTS_GROWTH_AWAY
+        )  # fmt: skip
+        self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE, GROWTH_STALE, DRAFTS_GROWTH_STALE)
 
-    def _spread(self, slopes: float, curved: float, rough: float, no_pass: float, rows: float) -> Array:
+    def _spread(
+        self, slopes: float, curved: float, rough: float, no_pass: float, rows: float, growth: float, drafts_growth: float
+    ) -> Array:
         n, k = len(self.rungs), np.array(self.rungs, np.float64)
-        cov = np.zeros((n + 1, n + 1))
+        cov = np.diag(np.append(np.zeros(n), (rows, growth, drafts_growth)) ** 2)
         cov[:n, :n] = slopes**2 * np.outer(k, k) + curved**2 * np.exp(-(((k[:, None] - k) / 2.0) ** 2)) + rough**2 * np.eye(n)
         cov[0, 0] += no_pass**2 * (self.rungs[0] == 0)
-        cov[n, n] = rows**2
         return cov
 
-    def belief(self, bucket: int, now: int) -> tuple[Array, Array]:
-        """Mean [rungs + 1] and covariance [rungs + 1, rungs + 1] of a bucket at step `now`. One that was never measured is taken
-        to be like the nearest one that was; its level is anything."""
+    def belief(self, bucket: int, now: int, tokens: float) -> tuple[Array, Array]:
+        """Mean [rungs + 1] and covariance [rungs + 1, rungs + 1] of a bucket at step `now`, when its requests have so many tokens
+        in the caches. One that was never measured is taken to be like the nearest one that was; its level is anything."""
+        mean, cov = self._moved(bucket, now, tokens)
+        n = len(self.rungs) + 1
+        return mean[:n], cov[:n, :n]
+
+    def _moved(self, bucket: int, now: int, tokens: float) -> tuple[Array, Array]:
+        """`mean` and `cov` of a bucket, which are now those of this step and of so many tokens."""
         mean, cov, passed = self.mean[bucket], self.cov[bucket], now - int(self._at[bucket])
         self._at[bucket] = now
         if self.known[bucket]:
+            self._grow(mean, cov, tokens - self._tokens[bucket])
             if passed:
                 passed = min(passed, STAY[1])
-                self._widen(mean, cov, passed * self._stale)
-                cov += passed * self.unrest * mean[0] ** 2 * self._alike  # longer texts add the same to all
+                self._widen(bucket, passed * self._stale)
+                cov += passed * self.unrest * mean[0] ** 2 * self._alike
         elif self.known.any():
             away = np.abs(np.log2(self.buckets) - math.log2(self.buckets[bucket]))
             nearest = int(np.where(self.known, away, np.inf).argmin())
             mean[:], cov[:] = self.mean[nearest], self.cov[nearest]
-            self._widen(mean, cov, float(away[nearest]) * self._away)
+            self._grow(mean, cov, tokens - self._tokens[nearest])
+            self._widen(bucket, float(away[nearest]) * self._away)
         else:
-            mean[:], cov[:] = self._first
+            unit = self._units(bucket, 1.0)
+            mean[:], cov[:] = self._first[0] * unit, self._first[1] * np.multiply.outer(unit, unit)
+        self._tokens[bucket] = tokens
         return mean, cov
 
-    def _widen(self, mean: Array, cov: Array, by: Array) -> None:
-        """Add a spread that is in times of a step without drafts."""
-        unit = mean[0] * self._level
-        unit[-1] = 1.0
-        cov += by * np.multiply.outer(unit, unit)
+    def _grow(self, mean: Array, cov: Array, tokens: float) -> None:
+        """Move a belief to where there are so many tokens more."""
+        n, by = len(self.rungs), tokens * self._growth
+        mean[:n] = np.maximum(mean[:n] + by @ mean[n + 1 :], 0.3 * mean[:n])  # what tokens add may be overrated
+        cov[:n] += by @ cov[n + 1 :]
+        cov[:, :n] += cov[:, n + 1 :] @ by.T
 
-    def measured(self, bucket: int, rung: int, samples: list[float], now: int, spared: float = 0.0) -> None:
-        """Steps of this bucket and rung, the last one before step `now`, took so long each, in seconds; of the rows that verify
-        drafts they had the part `spared` less."""
-        mean, cov = self.belief(bucket, now)
+    def _units(self, bucket: int, seconds: float) -> Array:
+        """[rungs + 3]: what spreads are given in, where a step without drafts takes so long."""
+        unit = seconds * self._level
+        unit[-3], unit[-2:] = 1.0, seconds / (LONG * self.buckets[bucket])
+        return unit
+
+    def _widen(self, bucket: int, by: Array) -> None:
+        """Add a spread to the belief of a bucket."""
+        unit = self._units(bucket, float(self.mean[bucket, 0]))
+        self.cov[bucket] += by * np.multiply.outer(unit, unit)
+
+    def measured(self, bucket: int, rung: int, samples: list[float], now: int, tokens: float, spared: float = 0.0) -> None:
+        """Steps of this bucket and rung, the last one before step `now`, took so long each, in seconds, with `tokens` in the
+        caches in the mean; of the rows that verify drafts they had the part `spared` less."""
+        n, alone = len(self.rungs), not self.known.any()
+        mean, cov = self._moved(bucket, now, tokens)
         ordered, count = sorted(samples), len(samples)
         lower, upper = ordered[: count - count // 2], ordered[count // 2 :]  # both have the middle one, if there is one
         seconds = max((lower[-1] + upper[0]) / 2.0, 1e-9)
@@ -165,14 +206,14 @@ class StepTimes:
         saved = self.part(mean) * spared
         expected = float((1.0 - saved) * mean[rung] + saved * mean[0])
         told = np.zeros(len(mean))
-        told[rung], told[-1] = 1.0 - saved, -spared * (mean[rung] - mean[0])
+        told[rung], told[n] = 1.0 - saved, -spared * (mean[rung] - mean[0])
         told[0] += saved
         if spared:
             self.limited_steps[bucket] += count
         else:
             self.steps[bucket, rung] += count
         if not self.known[bucket]:
-            self._begin(mean, cov, told, seconds / expected, seconds, count)
+            self._begin(mean, cov, told, seconds / expected, seconds, count, alone)
             self.known[bucket] = True
             return
         error, toward = seconds - expected, cov @ told
@@ -184,16 +225,20 @@ class StepTimes:
         self._last = bucket, rung, now
         variance = float(toward @ told) + self.doubt(count) * seconds**2
         mean += toward * (error / variance)
-        np.maximum(mean[:-1], 0.1 * seconds, out=mean[:-1])  # what nobody measured might be below nothing
-        mean[-1] = min(float(mean[-1]), 1.0)
+        np.maximum(mean[:n], 0.1 * seconds, out=mean[:n])  # what nobody measured might be below nothing
+        mean[n] = min(float(mean[n]), 1.0)
+        np.maximum(mean[n + 1 :], 0.0, out=mean[n + 1 :])
         cov -= np.multiply.outer(toward, toward / variance)
 
-    def _begin(self, mean: Array, cov: Array, told: Array, factor: float, seconds: float, count: int) -> None:
-        """The first measurement of a bucket says what its level is, and nothing about how its rungs differ."""
-        mean[:-1] *= factor
-        cov[:-1] *= factor
-        cov[:, :-1] *= factor
-        told[-1] *= factor
+    def _begin(self, mean: Array, cov: Array, told: Array, factor: float, seconds: float, count: int, alone: bool) -> None:
+        """The first measurement of a bucket says what its level is, and nothing about how its rungs differ; where it is the first
+        one of all (`alone`), what tokens add is a part of that level, too."""
+        n = len(self.rungs)
+        factors = np.where(self._level > 0.0, factor, 1.0)
+        factors[n + 1 :] = factor if alone else 1.0
+        mean *= factors
+        cov *= np.multiply.outer(factors, factors)
+        told[n] *= factor
         level = mean * self._level
         apart = np.eye(len(mean)) - np.multiply.outer(level, told / seconds)
         cov[:] = apart @ cov @ apart.T + self.doubt(count) * np.multiply.outer(level, level)
@@ -202,10 +247,9 @@ class StepTimes:
         """The variance of the median of so many steps, as a part of their time squared."""
         return 1.6 * self.noise**2 / count + 1e-6
 
-    @staticmethod
-    def part(mean: Array) -> float:
+    def part(self, mean: Array) -> float:
         """Which part of the cost of drafts is that of their rows."""
-        return min(max(float(mean[-1]), 0.0), 1.0)
+        return min(max(float(mean[len(self.rungs)]), 0.0), 1.0)
 
 
 class Acceptance:
@@ -262,6 +306,10 @@ class Acceptance:
         chances: Array = (accepted + PRIOR * np.minimum(np.multiply.outer(all_, ratio), 1.0)) / (reached + PRIOR)
         return chances
 
+    def unknown(self, decode: Array) -> int:
+        """How many of these slots no draft was verified of."""
+        return len(decode) - int(np.count_nonzero(self._counts[1, 0].take(decode)))
+
     def lasting(self, decode: Array, windows: Array) -> Array:
         """[places, len(decode)] float64: the chance that the draft at a place and all before it are accepted, 0 behind the rows
         (`windows` [len(decode)]) that each request allows."""
@@ -272,6 +320,12 @@ class Acceptance:
 _ROUNDS = np.arange(LOOK + 1)
 _LEFT = FORGET**_ROUNDS * FORGET_ALL ** np.maximum(_ROUNDS[:, None] - _ROUNDS, 0)
 """What is left of evidence about a place, by number of rounds, and of those that verified a draft there."""
+
+
+def tokens_of(view: DraftView) -> int:
+    """Tokens that the requests which decode have in the caches, as far as the host knows."""
+    tokens: int = np.add.reduce(view.slots.num_known.take(view.decode))
+    return tokens
 
 
 def hoped(mean: float, variance: float) -> float:
@@ -327,6 +381,8 @@ class AdaptiveDrafts:
         """The last step of each rung, or of one above it."""
         self._before = 0.0
         self._samples: list[float] = []
+        self._tokens: list[int] = []
+        """Those in the caches, at every eighth of `_samples`."""
         self.windows: Windows | None = None
         """What requests verify at most, as `DraftPolicy` says."""
         self._limited_seconds = 0.0
@@ -345,6 +401,8 @@ class AdaptiveDrafts:
                 self._bounds = 0, 0  # whoever decodes next is another
             return self.rungs[self._rung]
         if self._settled >= SETTLING:
+            if not len(self._samples) % 8:
+                self._tokens.append(tokens_of(view))
             self._samples.append(now - self._before)
         self._settled, self._before = self._settled + 1, now
         self._step += 1
@@ -360,7 +418,7 @@ class AdaptiveDrafts:
         """Another number of requests decodes, or others than before: steps are timed anew, and decided on at once; but behind a
         rehearsal drafts must have been verified."""
         self._file()
-        self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, EVERY, 0.0
+        self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, SOON, 0.0
         self._left = BEGINNING if not self._looked and self.times.known.any() else 0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
@@ -370,8 +428,10 @@ class AdaptiveDrafts:
         self._filed = self._step
         self._ran[: self._rung + 1] = [self._step] * (self._rung + 1)
         if self._samples:
-            self.times.measured(self._bucket, self._rung, self._samples, self._step, self._spared)
+            tokens = sum(self._tokens) / len(self._tokens)
+            self.times.measured(self._bucket, self._rung, self._samples, self._step, tokens, self._spared)
             self._samples.clear()
+            self._tokens.clear()
 
     def _decide(self, view: DraftView) -> None:
         """Take what has the best pace, or what is worth a trial."""
@@ -379,7 +439,7 @@ class AdaptiveDrafts:
         slots, decode = view.slots, view.decode
         self.acceptance.look(slots, decode, self._step - self._looked)
         self._looked = self._step
-        mean, cov = self.times.belief(self._bucket, self._step)
+        mean, cov = self.times.belief(self._bucket, self._step, tokens_of(view))
         lasting = self.acceptance.lasting(decode, slots.window[decode])
         steps = np.maximum(slots.max_total[decode] - slots.num_known[decode], 1) / (
             1.0 + np.add.reduce(lasting[: self.rungs[self._chosen[0]]])
@@ -395,7 +455,7 @@ class AdaptiveDrafts:
         best = paces.index(max(paces))
         limited = self.windows is not None
         now = next((i for i, way in enumerate(ways) if (way.rung, way.spared > 0.0) == (self._rung, limited)), self._rung)
-        tried = self._worth_trying(ways, best, cov)
+        tried = self._worth_trying(ways, best, cov, UNKNOWN**2 * self.acceptance.unknown(decode) / len(decode) ** 2)
         if tried not in (best, now):
             taken, steps = tried, TRIAL
         else:
@@ -430,8 +490,9 @@ class AdaptiveDrafts:
         sums = [0.0, *itertools.accumulate(np.add.reduce(by_place, axis=1).tolist())]
         return [sums[k] for k in self.rungs]
 
-    def _worth_trying(self, ways: list[_Way], best: int, cov: Array) -> int:
-        """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none."""
+    def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float) -> int:
+        """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none.
+        `unknown` is the variance of the pace with more drafts than the best one has."""
         n, base, part = len(self.rungs), ways[0].seconds, self.times.part(self.times.mean[self._bucket])
         rows = []
         for way in ways:  # how the logarithm of its seconds grows with each of the beliefs
@@ -447,7 +508,9 @@ class AdaptiveDrafts:
         doubt = self.times.doubt(TRIAL - SETTLING) + self.times.unrest * EVERY
         found, most = best, 0.0
         for i, (way, of_times) in enumerate(zip(ways, variances, strict=True)):
-            variance = of_times + UNSEEN**2 * min(self._step - self._ran[way.rung], STAY[1])
+            variance = of_times + unknown * (way.rung > ways[best].rung)
+            for rung, spread in (min(way.rung, 1), UNSEEN), (way.rung, UNSEEN_DEEP):
+                variance += spread**2 * min(self._step - self._ran[rung], STAY[1])
             if i != best and variance > 0.0:
                 ahead = way.pace - ways[best].pace
                 worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + TRIAL * min(ahead, 0.0) - CHANGE
@@ -474,7 +537,7 @@ class AdaptiveDrafts:
         """What was measured, for people and machines: milliseconds of a step by requests and drafts, and chances by place."""
         times, rows = {}, {}
         for place in self.times.known.nonzero()[0].tolist():
-            size, (*seconds, _) = str(self.times.buckets[place]), self.times.mean[place].tolist()
+            size, seconds = str(self.times.buckets[place]), self.times.mean[place, : len(self.rungs)].tolist()
             steps = self.times.steps[place].tolist()
             times[size] = {str(k): round(1e3 * each, 4) for k, each, many in zip(self.rungs, seconds, steps, strict=True) if many}
             if self.times.limited_steps[place]:

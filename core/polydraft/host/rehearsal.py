@@ -15,7 +15,7 @@ import numpy as np
 
 from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
-from polydraft.host.adaptive_drafts import SETTLING, TRIAL, StepTimes
+from polydraft.host.adaptive_drafts import SETTLING, TRIAL, StepTimes, tokens_of
 from polydraft.host.commit import apply, end
 from polydraft.host.draft_policy import DraftView, Windows
 from polydraft.host.kv_blocks import BlockLedger
@@ -70,7 +70,7 @@ class Rehearsal:
         elif self._steps > SETTLING:
             self._samples.append(now - self._before)
         if len(self._samples) == TRIAL - SETTLING:
-            self._file()
+            self._file(tokens_of(view))
         self._before, self._steps = now, self._steps + 1
         self.done = self._way == len(self._ways) or self._late(now)
         rung, unverified = self._ways[min(self._way, len(self._ways) - 1)]
@@ -78,10 +78,10 @@ class Rehearsal:
             self.windows = Windows(np.ones_like(view.slots.window), view.slots.epoch.copy()) if unverified else None
         return self.rungs[rung]
 
-    def _file(self) -> None:
+    def _file(self, tokens: int) -> None:
         rung, unverified = self._ways[self._way]
         bucket = bisect.bisect_left(self._times.buckets, self._count)
-        self._times.measured(bucket, rung, self._samples, 0, float(unverified))
+        self._times.measured(bucket, rung, self._samples, 0, tokens, float(unverified))
         self._samples.clear()
         self._steps, self._way = 0, self._way + 1
 

@@ -47,8 +47,10 @@ LOOK, MANY = 32, 1024
 """Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
 """Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
-TRIAL = 5
-"""Steps for which a rung is tried, those that settle included."""
+TRIAL, SHORT_TRIAL = 5, 3
+"""Steps for which a rung is tried, those that settle included; the fewer where one time tells enough, and one round of each"""
+QUIET, ENOUGH = 0.03, 8
+"""request: below this spread of a step's time, from so many requests on."""
 CHANGE = 0.7
 """Steps that a change of the rung costs: the first one verifies the drafts of before, and its time is that of the larger rung."""
 STAY = 96, 256
@@ -122,8 +124,9 @@ class StepTimes:
         """Bucket, rung and step of the last measurement."""
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
-        self._growth = np.stack([np.ones(n), rungs], axis=1)
-        """[rungs, 2]: how often a token adds what it adds to every step, and what it adds for each draft."""
+        self._same, self._growth = np.eye(n + 3), np.zeros((n + 3, n + 3))
+        """[rungs + 3, rungs + 3] twice: what moves a belief nowhere, and what each token in the caches adds to that."""
+        self._growth[:n, -2:] = np.stack([np.ones(n), rungs], axis=1)
         self._level = np.append(np.ones(n), np.zeros(3))
         self._alike = np.multiply.outer(self._level, self._level)
         self._first = (
@@ -175,10 +178,9 @@ class StepTimes:
 
     def _grow(self, mean: Array, cov: Array, tokens: float) -> None:
         """Move a belief to where there are so many tokens more."""
-        n, by = len(self.rungs), tokens * self._growth
-        mean[:n] = np.maximum(mean[:n] + by @ mean[n + 1 :], 0.3 * mean[:n])  # what tokens add may be overrated
-        cov[:n] += by @ cov[n + 1 :]
-        cov[:, :n] += cov[:, n + 1 :] @ by.T
+        move, low = self._same + tokens * self._growth, 0.3 * mean * self._level
+        np.maximum(move @ mean, low, out=mean)  # what tokens add may be overrated
+        np.matmul(move @ cov, move.T, out=cov)
 
     def _units(self, bucket: int, seconds: float) -> Array:
         """[rungs + 3]: what spreads are given in, where a step without drafts takes so long."""
@@ -455,9 +457,10 @@ class AdaptiveDrafts:
         best = paces.index(max(paces))
         limited = self.windows is not None
         now = next((i for i, way in enumerate(ways) if (way.rung, way.spared > 0.0) == (self._rung, limited)), self._rung)
-        tried = self._worth_trying(ways, best, cov, UNKNOWN**2 * self.acceptance.unknown(decode) / len(decode) ** 2)
+        unknown = UNKNOWN**2 * self.acceptance.unknown(decode) / len(decode) ** 2
+        tried = self._worth_trying(ways, best, cov, unknown, self._trial(len(decode)))
         if tried not in (best, now):
-            taken, steps = tried, TRIAL
+            taken, steps = tried, self._trial(len(decode))
         else:
             taken = best if paces[best] > paces[now] + GAIN else now
             chosen = ways[taken].rung, ways[taken].spared > 0.0
@@ -490,9 +493,13 @@ class AdaptiveDrafts:
         sums = [0.0, *itertools.accumulate(np.add.reduce(by_place, axis=1).tolist())]
         return [sums[k] for k in self.rungs]
 
-    def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float) -> int:
+    def _trial(self, requests: int) -> int:
+        """Steps of a trial with so many requests."""
+        return SHORT_TRIAL if self.times.noise < QUIET and requests >= ENOUGH else TRIAL
+
+    def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float, trial: int) -> int:
         """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none.
-        `unknown` is the variance of the pace with more drafts than the best one has."""
+        `unknown` is the variance of the pace with more drafts than the best one has, `trial` the steps of a trial."""
         n, base, part = len(self.rungs), ways[0].seconds, self.times.part(self.times.mean[self._bucket])
         rows = []
         for way in ways:  # how the logarithm of its seconds grows with each of the beliefs
@@ -505,7 +512,7 @@ class AdaptiveDrafts:
         slopes -= slopes[best]
         variances = np.add.reduce(slopes @ cov * slopes, axis=1).tolist()
         stay = min(max(min(self._stayed[self._bucket], self._stays), STAY[0]), STAY[1])
-        doubt = self.times.doubt(TRIAL - SETTLING) + self.times.unrest * EVERY
+        doubt = self.times.doubt(trial - SETTLING) + self.times.unrest * EVERY
         found, most = best, 0.0
         for i, (way, of_times) in enumerate(zip(ways, variances, strict=True)):
             variance = of_times + unknown * (way.rung > ways[best].rung)
@@ -513,7 +520,7 @@ class AdaptiveDrafts:
                 variance += spread**2 * min(self._step - self._ran[rung], STAY[1])
             if i != best and variance > 0.0:
                 ahead = way.pace - ways[best].pace
-                worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + TRIAL * min(ahead, 0.0) - CHANGE
+                worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + trial * min(ahead, 0.0) - CHANGE
                 if worth > most:
                     found, most = i, worth
         return found

@@ -1,12 +1,15 @@
 """Every registered contract: the record is complete, the cases fit it and are adequate, golden and reference agree.
 
-These tests hold for all contracts alike; the meaning of a single contract is tested in the tables beside this module. `-k
-'rms_norm and seed-13'` runs one case.
+These tests hold for all contracts alike; the meaning of a single contract is tested in the tables beside this module. All cases
+of a contract are one test, since a test costs more than most cases; what fails names its case, and `polydraft conform reference
+--contract rms_norm --case seed-13` runs one.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import re
 import typing
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from polydraft.contracts.compare import EPS
 from polydraft.contracts.docs import SYMBOL_MEANING
 from polydraft.contracts.inputs import FLEXIBLE, SEEDS, Poison, default_cases, field_of, generated, namespace, symbols
 from polydraft.device import DTYPES, Buffer
+from polydraft.reference import invariant_kernels
 
 CONTRACTS = list(REGISTRY)
 FLOATS = {*EPS, *FLEXIBLE}
@@ -33,10 +37,6 @@ DRAWN = 8
 """Generated cases of a contract. The kit runs the reference over all `SEEDS` of them, whoever claims it."""
 
 each = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
-each_case = pytest.mark.parametrize(
-    ("contract", "case"),
-    [pytest.param(c, case, id=f"{c.name}-{case.name}") for c in CONTRACTS for case in default_cases(c, DRAWN)],
-)
 each_seed = pytest.mark.parametrize("seed", range(SEEDS), ids=lambda seed: f"seed-{seed}")
 
 
@@ -160,29 +160,35 @@ def test_generator_depends_on_its_seed_alone(contract: Contract):
 # -- the golden -----------------------------------------------------------------------------------------
 
 
-@each_case
-def test_golden(contract: Contract, case: Case):
-    """The case fits the record; the golden changes no input, reads no output and writes every row below the launch length."""
-    assert symbols(contract, case)
+@each
+def test_golden(contract: Contract):
+    """Each case fits the record; the golden changes no input, reads no output and writes every row below the launch length."""
+    for case in default_cases(contract, DRAWN):
+        keeps_to_its_record(contract, case)
+
+
+def keeps_to_its_record(contract: Contract, case: Case) -> None:
+    assert symbols(contract, case), case.name
     want, other = run_golden(contract, case), run_golden(contract, case, poison=Poison(real=1536.0, integer=0x3C3C3C3C))
     for name, one in want.items():
         spec = contract.args.specs()[field_of(name)]
         assert not isinstance(spec, ParamSpec)
+        about = f"{case.name}: {name}"
         kept = (one.value == one.before) | ((one.value != one.value) & (one.before != one.before))
         if spec.access == "in":
-            assert kept.all(), f"{name} is an input and was changed"
+            assert kept.all(), f"{about} is an input and was changed"
         if spec.access == "out":
             assert isinstance(spec, TensorSpec)
             unwritten = kept & (other[name].value == other[name].before)
-            assert spec.pad == "any" or not unwritten[: case.n].any(), f"{name} has rows that are not written"
+            assert spec.pad == "any" or not unwritten[: case.n].any(), f"{about} has rows that are not written"
         else:
             unwritten = np.zeros_like(kept)
-        np.testing.assert_array_equal(one.value[~unwritten], other[name].value[~unwritten], f"{name} depends on poison")
+        np.testing.assert_array_equal(one.value[~unwritten], other[name].value[~unwritten], f"{about} depends on poison")
         if one.allowed is not None:
             computed = np.isfinite(one.value) & ~kept
             allowed = np.broadcast_to(one.allowed, one.value.shape)[computed]
-            assert np.isfinite(allowed).all(), f"{name} has a tolerance that is no number"
-            assert (allowed >= 0).all()
+            assert np.isfinite(allowed).all(), f"{about} has a tolerance that is no number"
+            assert (allowed >= 0).all(), about
 
 
 @each
@@ -199,21 +205,24 @@ def test_golden_in_other_activation_dtypes(contract: Contract, act: str):
 # -- the reference --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "row_invariant"])
-def opened(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    device = reference.polydraft_open_device("cpu", DeviceOptions(row_invariant=request.param))
+@functools.cache
+def opened(row_invariant: bool) -> tuple[Any, Any]:
+    device = reference.polydraft_open_device("cpu", DeviceOptions(row_invariant=row_invariant))
     return device, reference.polydraft_kernels(device)
 
 
-@each_case
-def test_reference_equals_golden(contract: Contract, case: Case, opened: tuple[Any, Any]):
-    want = run_golden(contract, case)
+@each
+def test_reference_equals_golden(contract: Contract):
+    """Those of its kernels that are others in row-invariant arithmetic in both."""
+    kinds = [opened(row_invariant=False), *([opened(row_invariant=True)] if contract.name in invariant_kernels.KERNELS else [])]
     has_meta = any(isinstance(spec, OpaqueSpec) and spec.kind == "meta" for _, spec in arrays_of(contract))
     hook: Any = reference.polydraft_init_forward_meta
-    for init_meta in (None, hook) if has_meta else (None,):
-        result = check_kernel(contract, case, *opened, init_meta=init_meta, want=want)
-        if not result.ok:
-            pytest.fail(result.describe(), pytrace=False)
+    for case in default_cases(contract, DRAWN):
+        want = run_golden(contract, case)
+        for (device, table), init_meta in itertools.product(kinds, (None, hook) if has_meta else (None,)):
+            result = check_kernel(contract, case, device, table, init_meta=init_meta, want=want)
+            if not result.ok:
+                pytest.fail(result.describe(), pytrace=False)
 
 
 # -- adequacy -------------------------------------------------------------------------------------------

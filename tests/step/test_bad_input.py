@@ -200,7 +200,7 @@ def test_no_drafts(device: str):
     assert {output.drafted for output in outputs} == {0}
 
 
-@pytest.mark.parametrize(("num_drafts", "device"), crossed(2, [23, 63], runs.DEVICES), indirect=["device"])
+@pytest.mark.parametrize(("num_drafts", "device"), crossed(4, [23, 63], runs.DEVICES), indirect=["device"])
 def test_as_many_drafts_as_the_text_has_tokens_and_more(device: str, num_drafts: int):
     engine = make(device, draft_tokens=num_drafts)
     outputs = drive(engine, [Ask(prompt, FREE) for prompt in PROMPTS])

@@ -103,7 +103,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("served_by", among(("reference", "lazy-2", "graphs"), SERVED))
+@pytest.mark.parametrize("served_by", among(("lazy-2", "graphs"), SERVED))
 def test_the_text_is_the_one_of_plain_decoding_and_what_was_asked_for(served_by: str) -> None:
     """All constraints at once, beside a request without any."""
     running: Engine = SERVED[served_by](draft_tokens=3, constraints=True, max_num_seqs=4)

@@ -66,8 +66,8 @@ HAPPENED: Counter[str] = Counter()
 SEEDS = range(500, 572)
 PREEMPTING = (513, 520, 529, 543, 545, 547, 553, 568)
 """In these some request is preempted, which happens in few."""
-SHALLOW = {*SEEDS[:6], *PREEMPTING}
-"""What `make test` takes: two programs for each way and more, and all that are rare."""
+SHALLOW = {500, 503, 504, *PREEMPTING[3:]}
+"""What `make test` takes: one and two programs for each way, most of them of those that are rare."""
 
 
 def is_lossless(of: Program, depth: int, graph: str) -> None:
@@ -104,7 +104,7 @@ def test_the_programs_do_what_they_are_for() -> None:
     assert HAPPENED["numbers"] > 2 * len(SHALLOW)
 
 
-@pytest.mark.parametrize("seed", among((601, 602, 605), range(600, 608)))
+@pytest.mark.parametrize("seed", among((602,), range(600, 608)))
 def test_the_hazard_checker_finds_nothing(seed: int) -> None:
     of = program(seed)
     is_lossless(replace(of, options={**of.options, "sanitize": True}), *WAYS[seed % len(WAYS)])

@@ -32,7 +32,7 @@ from polydraft.proposers.eagle3 import NEWEST, Eagle3Proposer
 from polydraft.reference.device import ReferenceDevice
 from tests.oracle.eagle3 import Eagle3Oracle
 from tests.support.cpu import needs_kernels
-from tests.support.depth import crossed, first
+from tests.support.depth import crossed, deep, first
 from tests.support.eagle3 import (
     LAYOUTS,
     PART,
@@ -122,7 +122,7 @@ def test_rounds(layout: str, num_drafts: int, sampling: str) -> None:
     served_by.close()
 
 
-@pytest.mark.parametrize(("family", "sampling"), crossed(5, TARGETS, SAMPLINGS))
+@pytest.mark.parametrize(("family", "sampling"), crossed(7, TARGETS, SAMPLINGS))
 def test_rounds_beside_targets_of_every_family(family: str, sampling: str) -> None:
     of = pair("sglang", SOMETIMES, family=family)
     outputs = drive(engine(of), asks(16, **SAMPLINGS[sampling]))
@@ -151,7 +151,7 @@ def happened(served_by: Engine, way: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("layout", "sampling"), crossed(11, LAYOUTS, SAMPLINGS))
+@pytest.mark.parametrize(("layout", "sampling"), crossed(19, LAYOUTS, SAMPLINGS))
 def test_rounds_of_compiled_kernels(layout: str, sampling: str) -> None:
     of = pair(layout, SOMETIMES)
     outputs = drive(engine(of, backend="cpu"), asks(16, **SAMPLINGS[sampling]))
@@ -248,10 +248,10 @@ def test_passes_that_nobody_wants_are_not_launched() -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("sglang", {}),
+        deep(("sglang", {})),
         ("wide", {"proposer_options": ("model_drafts=2", "min_token_prob=0"), "check_draft_state": 0.5}),
         ("3.1, speculators", {**QUEUED, **GRAPHS, "overlap": 1}),
-        ("3.1", {"emulator": "seed=2", "overlap": 1}),
+        deep(("3.1", {"emulator": "seed=2", "overlap": 1})),
     ],
 )
 @pytest.mark.parametrize("sampling", first(1, SAMPLINGS))

@@ -68,7 +68,7 @@ def test_the_demo_seeds_meet_every_schedule() -> None:
 
 
 # -- tiny checkpoints ------------------------------------------------------------------------------
-@pytest.mark.parametrize(("schedule", "depth"), crossed(3, SCHEDULES, DEPTHS))
+@pytest.mark.parametrize(("schedule", "depth"), crossed(5, SCHEDULES, DEPTHS))
 def test_every_schedule_at_every_depth(schedule: str, depth: int) -> None:
     served_by = narrow(f"seed={1 + (SCHEDULES.index(schedule) + depth) % 2}&{schedule}", depth)
     prompts = ((5, 7, 9, 11), (3, 1, 4, 1, 5, 9, 2, 6))

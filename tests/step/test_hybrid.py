@@ -18,7 +18,7 @@ from polydraft.proposers.hybrid import EVERY, HybridGuesses, ModelDrafts
 from polydraft.sentinels import NO_TOKEN
 from tests.step.test_drafts_per_step import MODEL, PARAMS, PROMPTS, is_consistent, never_paused, same_text
 from tests.support.cpu import needs_kernels
-from tests.support.depth import crossed, first
+from tests.support.depth import among, crossed
 from tests.support.drafting import deciding, drawing
 from tests.support.programs import WAYS, program
 from tests.support.runs import DEVICES, Ask, drive, engine, solo
@@ -38,7 +38,7 @@ ASKS = [
 HAPPENED: Counter[str] = Counter()
 
 
-@pytest.mark.parametrize("seed", first(6, [seed for seed in range(900, 990) if program(seed).num_drafts]))
+@pytest.mark.parametrize("seed", among((901, 902, 905), [seed for seed in range(900, 990) if program(seed).num_drafts]))
 def test_a_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an emulator, twice in a row, so that the lookup knows the texts. How many drafts each step makes, and what has to agree
     with what was found, is drawn."""
@@ -76,7 +76,7 @@ def test_both_have_drafted_in_the_programs() -> None:
     assert HAPPENED["verified lookups"] > 10
 
 
-@pytest.mark.parametrize(("by", "options"), crossed(2, DEVICES, [HYBRID, FEW]))
+@pytest.mark.parametrize(("by", "options"), crossed(4, DEVICES, [HYBRID, FEW]))
 def test_texts_on_a_device(by: str, options: dict[str, Any]) -> None:
     if by == "lazy-2":
         by = "lazy-1"  # a step meets its guesses in its middle, so at most one is ahead

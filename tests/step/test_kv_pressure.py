@@ -67,7 +67,7 @@ def equals(count: int, length: int, num_tokens: int) -> list[Ask]:
     return [Ask(p, replace(kinds[i % 2], max_new_tokens=num_tokens, ignore_eos=True)) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize(("device", "num_drafts"), crossed(4, DEVICES, [0, 1, 3, 5]))
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(6, DEVICES, [0, 1, 3, 5]))
 def test_requests_that_grow_together_are_preempted_and_resumed(device: str, num_drafts: int) -> None:
     asks = equals(4, 6, 30)
     _, outputs, counts = serve(
@@ -117,7 +117,7 @@ def test_the_pool_that_holds_exactly_one_request_serves_all_one_by_one(device: s
         running.add((1,) * 10, SamplingParams(max_new_tokens=21))
 
 
-@pytest.mark.parametrize(("device", "num_drafts"), crossed(2, DEVICES, [0, 2]))
+@pytest.mark.parametrize(("device", "num_drafts"), crossed(4, DEVICES, [0, 2]))
 def test_an_abort_at_every_moment(device: str, num_drafts: int) -> None:
     """One engine, one neighbour that runs on, and a request aborted before its 0th, 1st, 2nd ... step."""
     model, long, short = "mirrored", *equals(2, 7, 20)

@@ -23,7 +23,7 @@ from polydraft.output.request_delta import pack, unpack
 from polydraft.output.request_output import draft_top
 from polydraft.reference.logprobs import top_logprobs
 from polydraft.sampling.logprobs import CONTRACTS, FILTERS
-from tests.support.depth import crossed
+from tests.support.depth import crossed, deep
 from tests.support.emulator import SCHEDULES, emulated
 from tests.support.kernel_doubles import backend_with
 from tests.support.plugin_doubles import backend_without
@@ -166,7 +166,7 @@ def served() -> Iterator[tuple[str, Any]]:
 SERVED = dict(served())
 
 
-@pytest.mark.parametrize(("num_drafts", "served_by"), [(1, "reference"), *crossed(2, (0, 3), SERVED)])
+@pytest.mark.parametrize(("num_drafts", "served_by"), [deep((1, "reference")), *crossed(2, (0, 3), SERVED)])
 def test_every_request_has_the_bits_that_it_has_alone(served_by: str, num_drafts: int) -> None:
     """Draft numbers likewise: a neighbour that ends, or wants nothing, takes none of them along."""
     running: Engine = SERVED[served_by](num_drafts, max_num_seqs=3, logprobs=TOP, max_batched_tokens=40, draft_logprobs=True)

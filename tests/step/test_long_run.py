@@ -10,11 +10,12 @@ import pytest
 
 from polydraft import LLM, SamplingParams, null
 from polydraft.sentinels import Phase
+from tests.support.depth import deep
 from tests.support.progress import Progress
 
 
 @pytest.mark.parametrize("num_steps", [1_000, pytest.param(100_000, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("overlap", [deep(0), 2])
 def test_no_block_leaks(num_steps: int, overlap: int) -> None:
     rng = np.random.default_rng(overlap)
     # Few blocks of few tokens: requests wait, share beginnings, run short of blocks and are preempted all the time.

@@ -288,11 +288,11 @@ def mixed_asks(model: str, count: int) -> tuple[Ask, ...]:
 def test_every_k_on_every_kind_of_device(device: str, num_drafts: int) -> None:
     """What the property above draws at random, once for each pair, with a batch that fills up and drains."""
     model = sorted(tiny.CONFIGS)[num_drafts % len(tiny.CONFIGS)]
-    asks = mixed_asks(model, 8)
-    is_lossless(Scene(model, device, num_drafts, {"max_num_seqs": 5, "block_size": 4}, asks))
+    asks = mixed_asks(model, 6)
+    is_lossless(Scene(model, device, num_drafts, {"max_num_seqs": 4, "block_size": 4}, asks))
 
 
-@pytest.mark.parametrize("batch", among((1, 7, 8, 9, 16), [1, 2, 3, 7, 8, 9, 15, 16]))
+@pytest.mark.parametrize("batch", among((1, 8, 9), [1, 2, 3, 7, 8, 9, 15, 16]))
 def test_every_batch_size(batch: int) -> None:
     """Around the tile of 8 rows in which the invariant products work."""
     is_lossless(Scene("shared", "reference", 2, {"max_num_seqs": batch}, mixed_asks("shared", batch)))
@@ -335,7 +335,7 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_demo_checkpoint(device: str, num_drafts: int, options: dict[str, Any]) -> None:
-    demo_is_lossless(device, num_drafts, 16, **options)
+    demo_is_lossless(device, num_drafts, 8, **options)
 
 
 @pytest.mark.deep
@@ -387,7 +387,7 @@ def count_ties(model: str, ask: Ask, output: RequestOutput, kept: int | None = N
     return ties
 
 
-@pytest.mark.parametrize(("num_drafts", "slots"), [deep((0, 8)), deep((2, 1)), (3, 8), deep((5, 16))])
+@pytest.mark.parametrize(("num_drafts", "slots"), [*map(deep, [(0, 8), (2, 1), (3, 8), (5, 16)])])
 def test_demo_prompts_have_no_tie_in_the_default_mode(num_drafts: int, slots: int) -> None:
     asks, outputs = serve_demo("reference", num_drafts, 48, invariant=False, max_num_seqs=slots)
     ties = [count_ties("", ask, output) for ask, output in zip(asks, outputs, strict=True)]

@@ -25,7 +25,7 @@ CLOSE = 1e-3
 """Logits: an engine in float32 may choose otherwise where the best two are nearer."""
 
 
-@pytest.mark.parametrize(("num_drafts", "options", "model"), crossed(9, range(6), BACKENDS, MODELS), ids=str)
+@pytest.mark.parametrize(("num_drafts", "options", "model"), crossed(13, range(6), BACKENDS, MODELS), ids=str)
 def test_texts_and_rounds_are_the_oracles(model: str, options: dict[str, Any], num_drafts: int) -> None:
     llm = LLM(
         model=str(tiny.checkpoint(model)), plugins=tiny.PLUGINS, draft_tokens=num_drafts, max_num_seqs=3, block_size=4, **options

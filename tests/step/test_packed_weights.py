@@ -25,6 +25,7 @@ from polydraft.models.families import FamilyRegistry
 from polydraft.models.weights import PackedAtLoad, sizes
 from tests.conformance.doubles import BACKENDS
 from tests.support.cpu import needs_kernels
+from tests.support.depth import among
 from tools import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def texts(**options: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(one.token_ids, one.rounds) for one in found]
 
 
-@each_made
+@pytest.mark.parametrize("made", among(["fp8-a8"], MADE))
 def test_drafts_batches_chunks_and_devices_change_nothing(made: str):
     plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True, weights=made)]
     for drafts in (1, 2, 3, 4):

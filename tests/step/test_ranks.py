@@ -81,7 +81,7 @@ def test_how_ranks_meet_is_told_where_there_is_a_choice(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("model", "ranks", "drafts"),
-    among([("sparse-glm", 4, 3), ("sparse-ernie", 2, 0)], [(m, r, k) for m, r, k in MORE if (m, r) in WHOLE_EXPERTS]),
+    among([("sparse-ernie", 2, 0)], [(m, r, k) for m, r, k in MORE if (m, r) in WHOLE_EXPERTS]),
 )
 def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
     """Rows whose experts are all another rank's, and ranks without a row, among them."""
@@ -98,7 +98,7 @@ def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
 WAYS = [(overlap, graph) for overlap in (0, 1, 2) for graph in ("off", "decode")]
 
 
-@pytest.mark.parametrize(("overlap", "graph"), among([WAYS[0], WAYS[3], WAYS[4]], WAYS))
+@pytest.mark.parametrize(("overlap", "graph"), among([WAYS[3]], WAYS))
 def test_queues_and_graphs(overlap: int, graph: str):
     """Collectives lie in graphs, whole steps among them, and in steps that are launched ahead."""
     device = {"backend": "reference", "device": f"lazy-{overlap}", "graph": graph}
@@ -112,7 +112,7 @@ def test_queues_and_graphs(overlap: int, graph: str):
 EMULATED = [(schedule, graph) for schedule in SCHEDULES for graph in ("off", "decode")]
 
 
-@pytest.mark.parametrize(("schedule", "graph"), among([EMULATED[17]], EMULATED))
+@pytest.mark.parametrize(("schedule", "graph"), among([], EMULATED))
 def test_the_emulator(schedule: str, graph: str):
     """Operations in any legal order, each rank's in one of its own, and memory that is poison until it is written. Nothing runs
     before somebody waits, and then perhaps more than was waited for."""

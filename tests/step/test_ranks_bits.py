@@ -74,7 +74,7 @@ def tokens(found: list[tuple[Any, ...]]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("model", "whole", "ranks", "drafts"),
-    among([("sparse-ernie", False, 4, 5)], EVERY),
+    among([("sparse-ernie", False, 2, 3)], EVERY),
 )
 def test_bits_do_not_depend_on_the_number_of_ranks(model: str, whole: bool, ranks: int, drafts: int):
     found = over(model, ranks, drafts, expert_parallel=whole)
@@ -91,10 +91,8 @@ def test_nor_do_those_of_processes(model: str, whole: bool, ranks: int, drafts: 
     assert tokens(found) == tokens(alone(model, 0, whole, "cpu"))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "graph"), among([(SCHEDULES[5], "off")], [(s, g) for s in SCHEDULES for g in ("off", "decode")])
-)
-@pytest.mark.parametrize("model", among(["narrow"], ["narrow", "sparse-glm", "sparse-ernie"]))
+@pytest.mark.parametrize(("schedule", "graph"), [(s, g) for s in SCHEDULES for g in ("off", "decode")])
+@pytest.mark.parametrize("model", among([], ["narrow", "sparse-glm", "sparse-ernie"]))
 def test_nor_do_those_of_the_emulator(model: str, schedule: str, graph: str):
     """Each rank's operations in an order of their own, and ranks that come late."""
     options: dict[str, Any] = {"invariant": True, "overlap": 1, "graph": graph, "logprobs": 3, "draft_tokens": 3}

@@ -86,7 +86,7 @@ def test_own_runner_is_clean(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("watched_by", "graph"),
-    crossed(2, [(PlantedPlugin(), 1), *((Emulator(spec), i) for i, spec in enumerate(EMULATORS))], ["off", "decode"]),
+    crossed(4, [(PlantedPlugin(), 1), *((Emulator(spec), i) for i, spec in enumerate(EMULATORS))], ["off", "decode"]),
 )
 def test_own_runner_is_clean_with_graphs(watched_by: tuple[object, int], graph: str) -> None:
     plugin, overlap = watched_by

@@ -42,7 +42,7 @@ def rates(size: int, cost: Cost, chances: Any, *, steps: int = 1500, noise: floa
     return chosen.run(policy, size, steps), {k: world().run(Always(k), size, steps) for k in policy.rungs}
 
 
-@pytest.mark.parametrize(("cost", "chances", "size", "noise"), crossed(5, COSTS, [GOOD, POOR], [1, 8, 32], [0.0, 0.2]), ids=str)
+@pytest.mark.parametrize(("cost", "chances", "size", "noise"), crossed(8, COSTS, [GOOD, POOR], [1, 8, 32], [0.0, 0.2]), ids=str)
 def test_it_comes_close_to_the_best_fixed_number(cost: str, chances: Any, size: int, noise: float) -> None:
     adaptive, fixed = rates(size, COSTS[cost], chances, noise=noise)
     assert adaptive > (0.95 if noise else 0.97) * max(fixed.values()), (adaptive, fixed)

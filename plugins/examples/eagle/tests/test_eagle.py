@@ -95,7 +95,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "sampling", "draws"), crossed(4, WAYS, SAMPLINGS, [False, True]))
+@pytest.mark.parametrize(("way", "sampling", "draws"), crossed(6, WAYS, SAMPLINGS, [False, True]))
 def test_texts_are_those_of_plain_decoding(way: str, sampling: str, draws: bool) -> None:
     """Bit for bit; and with a fixed number of drafts also the rounds, hence the drafts, are those of a request alone."""
     of, some = pair(SOMETIMES), asks(**SAMPLINGS[sampling])

@@ -148,7 +148,7 @@ def run(planted: Planted, engine: Engine, steps: int = 200) -> list[Mapping[str,
         return None
 
 
-@pytest.mark.parametrize("planted", among(PLANTED[::3], PLANTED), ids=lambda planted: planted.name)
+@pytest.mark.parametrize("planted", among(PLANTED[::4], PLANTED), ids=lambda planted: planted.name)
 def test_planted_hazard_is_found_by_name(planted: Planted) -> None:
     """Exactly what was planted is found, on a synchronous device whose texts mostly do not tell."""
     engine = planted.engine()
@@ -165,7 +165,7 @@ def test_planted_hazard_is_found_by_name(planted: Planted) -> None:
 ON_ANY_DEVICE = [planted for planted in PLANTED if not planted.kernels]
 
 
-@pytest.mark.parametrize("planted", among(ON_ANY_DEVICE[1::3], ON_ANY_DEVICE), ids=lambda planted: planted.name)
+@pytest.mark.parametrize("planted", among(ON_ANY_DEVICE[1::4], ON_ANY_DEVICE), ids=lambda planted: planted.name)
 def test_planted_hazard_is_found_on_the_emulator(planted: Planted) -> None:
     """The same on a device that makes the most of it; what comes after the first mistake is anybody's guess."""
     engine = planted.engine(Emulator("emulator:0?seed=3&policy=lazy"))

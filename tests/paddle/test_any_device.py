@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polydraft.cli.doctor import examine
-from tests.support.paddle import needs_device, needs_graphs, needs_paddle, polydraft, script
+from tests.support.paddle import forked, needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
 SMALL = ("--max-new-tokens", "12", "--max-num-seqs", "1", "--max-model-len", "64")
@@ -123,7 +123,7 @@ def test_a_missing_operation_is_named_with_dtype_contract_and_advice_that_helps(
         "(NotFound) The kernel `fused_rope` is not registered.\n  [Hint: Expected iter != kernels_.end().]",
         KEY.format(dtype="float32", operation="fused_linear") + OFF.format(backends="GPU"),
     ]
-    answers = script(SENTENCES, json.dumps(said)).stdout.splitlines()
+    answers = forked(SENTENCES, json.dumps(said)).stdout.splitlines()
     missing, never = "Paddle has no kernel of", "and never runs it on the CPU instead; register one in the device's plugin"
     assert answers == [
         f"{missing} 'flip' in bfloat16 for device chip:0, which swiglu needs, {REFUSED}",
@@ -169,7 +169,7 @@ for to_tensor, kernel in ((weights, bound), (caches, bound), (uploaded, tables))
 
 @needs_device
 def test_an_operation_that_is_missing_while_an_engine_is_built_is_no_bug_of_ours():
-    run = script(SET_UP)
+    run = forked(SET_UP)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines() == [
         f"Paddle has no kernel of 'erfinv' in float32 for device polyemu:0, which {needs} needs, {REFUSED}"
@@ -257,7 +257,7 @@ print(out.numpy().tolist(), len(device.graphs))
 
 @needs_graphs
 def test_a_capture_that_broke_off_leaves_nothing_behind():
-    run = script(FAILED)
+    run = forked(FAILED)
     assert (run.returncode, run.stderr) == (0, ""), run.stderr[-2000:]
     assert run.stdout.splitlines() == ["no more", "no more", "[3.0, 3.0, 3.0, 3.0] 1"]
 

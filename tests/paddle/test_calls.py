@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import deep
-from tests.support.paddle import HAS_GRAPHS, needs_device, script
+from tests.support.paddle import HAS_GRAPHS, forked, needs_device, script
 from tools import make_checkpoint
 
 BLOCKS = 36
@@ -53,7 +53,7 @@ def test_calls_of_a_greedy_decode_step_of_the_7b_shape(tmp_path: Path, device: s
     are committed, later drafts were made where the newest rows lie, and a draft's first pass took what the target's had found."""
     shape = {"num_hidden_layers": BLOCKS, "num_attention_heads": 8}
     model = make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES["mimo"] | shape)
-    run = script(COUNT, str(model), device, *without)
+    run = forked(COUNT, str(model), device, *without)
     assert run.returncode == 0, run.stderr[-2000:]
     assert 700 < json.loads(run.stdout) <= (most if HAS_GRAPHS else WITH_3_2)
 

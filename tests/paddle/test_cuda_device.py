@@ -14,7 +14,7 @@ import pytest
 from polydraft_paddle import companions
 
 from polydraft.errors import DeviceError
-from tests.support.paddle import needs_paddle, polydraft, script
+from tests.support.paddle import forked, needs_paddle, polydraft
 
 PLUGIN = Path("plugins/paddle-cuda-device")
 PROMPT = "def fibonacci(n):"
@@ -173,7 +173,7 @@ print(len(kernels()), "bound")
 @needs_paddle
 def test_the_pack_hands_every_kernel_the_addresses_of_paddle_s_tensors():
     """Each kernel of the CUDA backend, bound on paper through the pack: what it is handed are Paddle's own addresses."""
-    run = script(BIND)
+    run = forked(BIND)
     assert run.returncode == 0, run.stderr[-3000:]
     assert re.fullmatch(r"\d+ bound", run.stdout.strip().splitlines()[-1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.support.paddle import needs_paddle, script
+from tests.support.paddle import forked, needs_paddle
 
 CODE = """
 import json
@@ -67,7 +67,7 @@ print(json.dumps(said))
 
 @needs_paddle
 def test_words_products_sums_and_shares_are_exact():
-    run = script(CODE)
+    run = forked(CODE)
     assert run.returncode == 0, run.stderr[-2000:]
     said = json.loads(run.stdout)
     assert said["BitWords"] == said["TableWords"] == [0] * 9

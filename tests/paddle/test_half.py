@@ -13,7 +13,7 @@ import pytest
 from polydraft.conformance.oracle import OracleModel
 from tests.support.depth import deep
 from tests.support.near_ties import divergences
-from tests.support.paddle import needs_device, script
+from tests.support.paddle import forked, needs_device, script
 from tools import make_checkpoint
 
 pytestmark = needs_device
@@ -166,6 +166,6 @@ print(device.empty("rows", (31, 1), "f16").tensor.and_behind[31:].numpy().tolist
 
 
 def test_memory_of_float16_is_had_where_nothing_converts_to_it():
-    run = script(WITHOUT_CAST)
+    run = forked(WITHOUT_CAST)
     assert run.returncode == 0, run.stderr[-2000:]
     assert json.loads(run.stdout) == [[0.0]]

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "backends" / "paddle"))
 from polydraft_paddle import threads
 
-from tests.support.paddle import needs_paddle, script
+from tests.support.paddle import forked, needs_paddle
 
 LAYOUTS = '''
 import numpy as np
@@ -146,13 +146,13 @@ print("seen")
 
 @needs_paddle
 def test_attention_is_softmax_however_high_or_low_the_scores_are():
-    run = script(SOFTMAX)
+    run = forked(SOFTMAX)
     assert run.stdout == "seen\n", run.stderr[-3000:]
 
 
 @needs_paddle
 def test_every_row_sees_its_own_keys_and_no_others():
-    run = script(LAYOUTS)
+    run = forked(LAYOUTS)
     assert run.stdout == "seen\n", run.stderr[-3000:]
 
 
@@ -226,5 +226,5 @@ for plus_one in (False, True):
 @needs_paddle
 def test_a_processor_without_avx_512_norms_by_other_operations():
     """Paddle's fused norm ends the process there with an illegal instruction."""
-    done = script(NARROW)
+    done = forked(NARROW)
     assert done.returncode == 0, done.stderr

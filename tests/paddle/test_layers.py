@@ -8,7 +8,7 @@ import pytest
 
 from polydraft.conformance.oracle.checkpoints import write_checkpoint
 from polydraft.demo import demo_model_path
-from tests.support.paddle import needs_graphs, needs_paddle, script
+from tests.support.paddle import forked, needs_graphs, needs_paddle
 
 LAYER = """
 import json, sys
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(folder: Path, *arguments: str) -> list[str]:
-    run = script(LAYER, str(folder), *arguments)
+    run = forked(LAYER, str(folder), *arguments)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.strip().splitlines()
 

@@ -11,7 +11,7 @@ import pytest
 
 from polydraft.plugins.plugins import Plugins
 from tests.support.depth import deep
-from tests.support.paddle import HAS_DEVICE, polydraft, script
+from tests.support.paddle import HAS_DEVICE, forked, polydraft
 
 pytestmark = pytest.mark.skipif(
     not HAS_DEVICE or importlib.util.find_spec("polydraft_paddle_emu.operation_lists") is None,
@@ -104,7 +104,7 @@ WAITS = "swiglu makes the host wait on device polyemu:0?ops=xpu3: {what}; use op
 
 
 def answers(code: str, *arguments: str) -> list[Any]:
-    run = script(code, *arguments)
+    run = forked(code, *arguments)
     assert run.returncode == 0, run.stderr[-2000:]
     said: list[Any] = json.loads(run.stdout)
     return said
@@ -261,7 +261,7 @@ except DeviceError as error:
     ],
 )
 def test_xpu_refuses_at_start_what_a_kernel_lacks(backend: str, ops: str, planted: str, said: str):
-    run = script(REFUSED, backend, f"polyemu:0?ops={ops}", planted)
+    run = forked(REFUSED, backend, f"polyemu:0?ops={ops}", planted)
     assert run.stdout.startswith(said), run.stderr[-2000:]
     assert len(run.stdout.splitlines()) == 1
 
@@ -282,7 +282,7 @@ for spec in sys.argv[1:]:
 
 
 def test_options_that_there_are_not_are_one_sentence():
-    run = script(OPENED, "polyemu:0?ops=xpu2", "cpu?ops=xpu3", "polyemu:0", "polyemu:0?ops=xpu3", "polyemu:0")
+    run = forked(OPENED, "polyemu:0?ops=xpu2", "cpu?ops=xpu3", "polyemu:0", "polyemu:0?ops=xpu3", "polyemu:0")
     one_only = "this process has opened the device without options, which lasts until it ends; use another process"
     assert run.stdout.splitlines() == [
         "device polyemu:0?ops=xpu2: got the options 'ops=xpu2', wanted ops=minimal or ops=xpu3",

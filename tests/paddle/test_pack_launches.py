@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.paddle import needs_paddle, script
+from tests.support.paddle import forked, needs_paddle
 
 TRACE = """
 import json, sys
@@ -85,7 +85,7 @@ def test_every_program_launches_what_the_cuda_backend_launches(tmp_path):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings are not installed: pip install 'polydraft[cuda]'")
     shape = tmp_path / "block.json"
     shape.write_text(json.dumps(SHAPE))
-    run = script(TRACE, str(shape))
+    run = forked(TRACE, str(shape))
     assert run.returncode == 0, run.stderr[-3000:]
     programs, eager, captured = json.loads(run.stdout.splitlines()[-1])
     assert programs == 60

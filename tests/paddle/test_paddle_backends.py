@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.paddle import HAS_GRAPHS, answer, needs_device, needs_graphs, needs_paddle, polydraft, script
+from tests.support.paddle import HAS_GRAPHS, answer, forked, needs_device, needs_graphs, needs_paddle, polydraft, script
 
 PROMPT = "def fibonacci(n):"
 SMALL = ("--max-new-tokens", "12", "--max-num-seqs", "1", "--max-model-len", "64", "--block-size", "16")
@@ -141,7 +141,7 @@ llm.engine.device.close()
 
 @needs_device
 def test_a_lost_device_is_one_sentence():
-    run = script(LOST)
+    run = forked(LOST)
     before, error = run.stdout.strip().splitlines()
     assert before == "length", run.stderr[-2000:]
     assert error.startswith("device polyemu:0 answered with an error (")

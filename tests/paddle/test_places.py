@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.paddle import needs_device, needs_paddle, script
+from tests.support.paddle import forked, needs_device, needs_paddle, script
 
 INTERLEAVED = """
 import sys
@@ -67,7 +67,7 @@ device.close()
 @needs_device
 @pytest.mark.parametrize(("spec", "said"), [("cpu", ""), ("polyemu:0", "no DLPack")])
 def test_memory_is_exchanged_without_a_copy_as_the_page_says(spec: str, said: str):
-    run = script(SHARED, spec)
+    run = forked(SHARED, spec)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == said
 
@@ -88,7 +88,7 @@ print(small.shape, float(small.sum()))
 @needs_paddle
 def test_a_result_of_another_shape_is_refused_and_not_copied():
     """Paddle's `copy_` takes on the shape of what it copies, and writes past the end of the memory it had."""
-    lines = script(TOO_LONG).stdout.strip().splitlines()
+    lines = forked(TOO_LONG).stdout.strip().splitlines()
     assert lines[0] == ("ContractError a kernel's result has shape (8,), wanted (4,); bind buffers of the launch's capacity")
     assert len(lines) == 4
     assert lines[3].endswith(("[4]) 0.0", "[4] 0.0"))  # Paddle 3.2 has lists of sizes

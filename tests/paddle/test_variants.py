@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import deep
-from tests.support.paddle import needs_paddle, script
+from tests.support.paddle import forked, needs_paddle
 from tests.support.project import ROOT, pyproject
 
 sys.path.insert(0, str(ROOT / "backends" / "paddle"))
@@ -91,7 +91,7 @@ def test_every_variant_is_a_pack_that_is_found_by_its_name():
 @pytest.mark.parametrize("seeds", [1, deep(5)])
 def test_each_holds_its_contracts(seeds: int):
     packs = pyproject()["project"]["entry-points"]["polydraft.kernels"]
-    run = script(CASES, json.dumps({name: packs[name] for name in EVERY}), str(seeds))
+    run = forked(CASES, json.dumps({name: packs[name] for name in EVERY}), str(seeds))
     assert run.returncode == 0, run.stderr[-3000:]
     served: dict[str, set[str]] = {}
     for line in run.stdout.strip().splitlines():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from polydraft_paddle.installation import has_graphs
 
-from tests.support import progress
+from tests.support import progress, warm
 
 SITE = importlib.util.find_spec("paddle")
 HAS_PADDLE = SITE is not None
@@ -58,3 +58,8 @@ def script(
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
+
+
+def forked(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`script` in a process that has imported Paddle already, which saves most of the time of short ones."""
+    return warm.run(code, *arguments, timeout=0.9 * progress.timeout_s())

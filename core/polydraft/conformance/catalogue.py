@@ -81,9 +81,17 @@ def must_pass(profile: str, features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(check.id for check in _mandatory(profile) if set(features).issuperset(check.features))
 
 
-def _mandatory(profile: str) -> list[Check]:
+def _mandatory(profile: str) -> tuple[Check, ...]:
+    """The checks of `must_pass` for every feature."""
+    return _mandatory_among(profile, kernel_checks.kernels())
+
+
+@cache
+def _mandatory_among(profile: str, kernels: tuple[str, ...]) -> tuple[Check, ...]:
+    """Worked out once for the same `kernels`, of which plugins may bring more: a report asks for all profiles."""
+    del kernels
     claimed = set(CLAIMED[profile])
-    return [
+    return tuple(
         check
         for check in of_profile(profile)
         if check.features
@@ -91,7 +99,7 @@ def _mandatory(profile: str) -> list[Check]:
         and claimed.issuperset(check.needs)
         and check.id.rpartition("/")[2] not in MAY_BE_UNSUPPORTED
         and not check.id.endswith("/expansion")
-    ]
+    )
 
 
 @cache

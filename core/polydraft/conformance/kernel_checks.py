@@ -64,6 +64,11 @@ def checks(options: Options) -> Iterator[Check]:
         yield from _of_kernel(composite, options, optional=True)
 
 
+def kernels() -> tuple[str, ...]:
+    """Names of the contracts and composites that `checks` goes through; plugins may bring more."""
+    return (*REGISTRY.names(), *COMPOSITES)
+
+
 def _of_kernel(kernel: Kernel, options: Options, *, optional: bool) -> Iterator[Check]:
     def check(name: str, function: Any, *rest: Any, **fields: Any) -> Check:
         run = partial(function, kernel, *rest)

@@ -30,6 +30,12 @@ def modules_of_core() -> Mapping[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in sorted(CORE.rglob("*.py"))}
 
 
+@functools.cache
+def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module, breadth first: a dozen rules look at each of core."""
+    return tuple(ast.walk(tree))
+
+
 def module_of(package: str) -> str:
     """The module that a dependency of core is imported as."""
     return package.replace("-", "_")

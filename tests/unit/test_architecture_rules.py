@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import ROOT, modules_of_core, pyproject
+from tests.support.project import ROOT, modules_of_core, pyproject, walked
 
 CORE = ROOT / "core" / "polydraft"
 BACKENDS = pyproject()["project"]["entry-points"]["polydraft.backends"]
@@ -47,7 +47,7 @@ def backend_names(tree: ast.AST, path: Path) -> list[str]:
         return []
     found = []
     evidence: set[ast.AST] = set()
-    for node in ast.walk(tree):  # breadth first: a comparison comes before what it compares
+    for node in walked(tree):  # breadth first: a comparison comes before what it compares
         if isinstance(node, ast.Constant) and node.value in NAMES and node not in evidence:
             found.append((node.lineno, repr(node.value)))
         elif isinstance(node, ast.Compare):
@@ -64,7 +64,7 @@ def mutable_records(tree: ast.AST, path: Path) -> list[str]:
     """Return dataclasses of modules of records that are not frozen."""
     found = []
     if path.relative_to(CORE).as_posix() in RECORDS:
-        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)):
+        for node in (n for n in walked(tree) if isinstance(n, ast.ClassDef)):
             for decorator in node.decorator_list:
                 call = decorator.func if isinstance(decorator, ast.Call) else decorator
                 if ast.unparse(call) in DERIVED and "frozen=True" not in ast.unparse(decorator):
@@ -78,13 +78,13 @@ def unfreezing(tree: ast.AST, path: Path) -> list[str]:
         return []
     own = {
         inner
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, ast.FunctionDef) and node.name == "__post_init__"
         for inner in ast.walk(node)
     }
     return [
         f"{node.lineno}: object.__setattr__"
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, ast.Attribute)
         and node.attr == "__setattr__"
         and ast.unparse(node) == "object.__setattr__"
@@ -113,9 +113,7 @@ def pluggy_in_the_step(tree: ast.AST, path: Path) -> list[str]:
     """Return imports of pluggy outside of the two modules that have to: whoever has no manager makes no hook call."""
     if path.relative_to(CORE).as_posix() in {"hooks.py", "plugins/manager.py"}:
         return []
-    return [
-        f"{node.lineno}: pluggy" for node in ast.walk(tree) if isinstance(node, ast.Import) and node.names[0].name == "pluggy"
-    ]
+    return [f"{node.lineno}: pluggy" for node in walked(tree) if isinstance(node, ast.Import) and node.names[0].name == "pluggy"]
 
 
 Check = Callable[[ast.AST, Path], list[str]]

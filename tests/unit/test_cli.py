@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -54,7 +55,7 @@ class Result(NamedTuple):
         """The one object on standard output, which fits its published schema."""
         assert self.out.count("\n") == 1, self.out
         answer = json.loads(self.out)
-        jsonschema.validate(answer, schema(answer["schema"]), cls=jsonschema.Draft202012Validator)
+        published(answer["schema"]).validate(answer)
         return answer
 
     @property
@@ -65,10 +66,13 @@ class Result(NamedTuple):
         return self.err.removeprefix("polydraft: ").rstrip("\n")
 
 
-def schema(name: str) -> Any:
-    """The published schema of answers that call themselves `name`, e.g. polydraft.generate/1."""
+@functools.cache
+def published(name: str) -> jsonschema.Draft202012Validator:
+    """The published schema of answers that call themselves `name`, e.g. polydraft.generate/1, itself looked at once."""
     file = name.removeprefix("polydraft.").replace("/", "-")
-    return json.loads(resources.files("polydraft").joinpath("schemas", f"{file}.json").read_text(encoding="utf-8"))
+    schema = json.loads(resources.files("polydraft").joinpath("schemas", f"{file}.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 @pytest.fixture
@@ -1109,7 +1113,7 @@ def test_every_command_publishes_the_schema_of_its_json(name: str):
 
 def test_a_schema_refuses_what_does_not_fit(generate: Callable[..., Result]):
     answer = generate(PROMPT, "--json").json
-    validator = jsonschema.Draft202012Validator(schema("polydraft.generate/1"))
+    validator = published("polydraft.generate/1")
     assert validator.is_valid(answer)
     for path, value in (
         (("totals", "steps"), -1), (("requests", 0, "finish_reason"), "tired"), (("requests", 0, "rounds"), [0.5]),

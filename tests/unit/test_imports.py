@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import CORE, ROOT, module_of, modules_of_core, pyproject
+from tests.support.project import CORE, ROOT, module_of, modules_of_core, pyproject, walked
 
 # Import packages that core may use, beside the standard library and itself: its dependencies of pyproject.toml. No
 # tensor framework and no vendor's package is among them. A room that has an extra of its own adds a line to ROOMS.
@@ -35,7 +35,7 @@ UNPICKLERS = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every absolute import, also of those by literal name through `import_module`."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -58,7 +58,7 @@ def environment_reads(tree: ast.AST, path: Path) -> list[str]:
     if path == ENVIRONMENT:
         return []
     found = []
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES:
             found.append(f"{node.lineno}: {node.attr}")
         elif isinstance(node, ast.ImportFrom) and node.module in {"os", "os.path", "posixpath"}:
@@ -72,7 +72,7 @@ def unpickling(tree: ast.AST, path: Path) -> list[str]:
     """Return the places that could execute code from a data file."""
     del path
     found = [f"{line}: {name}" for line, name in imported(tree) if name.partition(".")[0] in UNPICKLERS]
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 found.append(f"{node.lineno}: allow_pickle=")

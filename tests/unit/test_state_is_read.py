@@ -36,7 +36,7 @@ from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.step import runner
 from tests.support import tiny
 from tests.support.launched import launched
-from tests.support.project import CORE, modules_of_core
+from tests.support.project import CORE, modules_of_core, walked
 
 # -- device buffers ---------------------------------------------------------------------------------------------------
 ENGINES: list[dict[str, Any]] = [
@@ -178,8 +178,8 @@ def names() -> frozenset[str]:
 @functools.cache
 def loaded(tree: ast.AST) -> frozenset[tuple[str, str]]:
     """(receiver, field) of every attribute that is called like a field of some record, and is not only stored into."""
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names()]
-    stored = {id(target) for node in ast.walk(tree) for target in _stored(node)} if attributes else set()
+    attributes = [node for node in walked(tree) if isinstance(node, ast.Attribute) and node.attr in names()]
+    stored = {id(target) for node in walked(tree) for target in _stored(node)} if attributes else set()
     return frozenset((ast.unparse(node.value), node.attr) for node in attributes if id(node) not in stored)
 
 

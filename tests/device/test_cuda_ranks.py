@@ -1026,7 +1026,7 @@ def test_a_rank_that_dies_or_stops_ends_all(fatal: signal.Signals, meets: str, g
             outputs = run(running, count=4)
         finally:
             if fatal == signal.SIGSTOP:
-                os.kill(channel._process.pid, signal.SIGKILL)
+                channel._process.kill()  # nothing where it was ended already
         assert time.monotonic() - begin < 20
         assert {output.finish_reason for output in outputs} == {"error"}
         assert "rank 1" in running.failure

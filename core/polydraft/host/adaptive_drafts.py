@@ -47,10 +47,11 @@ LOOK, MANY = 32, 1024
 """Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
 """Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
-TRIAL, SHORT_TRIAL = 5, 3
-"""Steps for which a rung is tried, those that settle included; the fewer where one time tells enough, and one round of each"""
-QUIET, ENOUGH = 0.03, 8
-"""request: below this spread of a step's time, from so many requests on."""
+TRIAL, SHORT_TRIAL, WORTH = 5, 3, 2.0
+"""Steps for which a rung is tried, those that settle included; the fewer where one time tells enough, and one round of each
+request, and there it must promise so many steps more than it costs:"""
+QUIET, ENOUGH = 0.03, 16
+"""below this spread of a step's time, from so many requests on."""
 CHANGE = 0.7
 """Steps that a change of the rung costs: the first one verifies the drafts of before, and its time is that of the larger rung."""
 STAY = 96, 256
@@ -68,8 +69,9 @@ FORGET, FORGET_ALL = 0.95, 0.98
 """What is left of a round's evidence about its request after the next round, and about all requests after the next step: a place
 that nobody tries any more is soon taken to be like the one before it, which may have changed. As much as of all is left of a
 request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
-PRIOR, PRIOR_CHANCE = 4.0, 0.7
-"""Rounds that what is known of all requests counts for in the estimate of one; and what is believed of all at first."""
+PRIOR, PRIOR_CHANCE, OTHERS = 4.0, 0.7, 32.0
+"""Rounds that what is known of all requests counts for in the estimate of one; what is believed of all at first; and rounds that
+count of all at most where none of those requests is left, since others may be of another kind."""
 
 # Spreads of the beliefs about times, in times of a step without drafts, but for those of rows.
 SLOPE, SLOPES = 0.3, 0.3
@@ -80,8 +82,9 @@ NO_PASS = 0.2
 """How far a step without drafts may be off besides, which leaves out what all passes of a proposer have in common."""
 SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY = 0.08, 0.05, 0.03, 0.08
 """How much further in a bucket that is a doubling away."""
-SLOPES_STALE, ROUGH_STALE = 0.0015, 0.001
-"""How much further after each step, and after `STAY` of them at most."""
+SLOPES_STALE, ROUGH_STALE, RESTLESS = 0.0015, 0.001, 0.06
+"""How much further after each step, and after `STAY` of them at most, where the spread of a step's time is that of the third
+number or more; less on steadier machines, as it is less."""
 ROWS, ROWS_SPREAD, ROWS_AWAY, ROWS_STALE = 0.5, 0.4, 0.1, 0.001
 """The part of a draft's cost that is the row which verifies it, and the spreads of that."""
 LONG = 512
@@ -162,7 +165,7 @@ class StepTimes:
             self._grow(mean, cov, tokens - self._tokens[bucket])
             if passed:
                 passed = min(passed, STAY[1])
-                self._widen(bucket, passed * self._stale)
+                self._widen(bucket, passed * min((self.noise / RESTLESS) ** 2, 1.0) * self._stale)
                 cov += passed * self.unrest * mean[0] ** 2 * self._alike
         elif self.known.any():
             away = np.abs(np.log2(self.buckets) - math.log2(self.buckets[bucket]))
@@ -292,6 +295,10 @@ class Acceptance:
         self._all = self._all * FORGET_ALL**steps + np.add.reduce(found[:2], axis=2, dtype=np.int64)
         self._seen[decode] = rounds
 
+    def fade(self) -> None:
+        """Those who decode next are others."""
+        self._all *= min(1.0, OTHERS / max(float(self._all[1, 0]), 1.0))
+
     def of_all(self) -> list[float]:
         """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
         chances, before = [], PRIOR_CHANCE
@@ -401,6 +408,7 @@ class AdaptiveDrafts:
             self._settled = 0
             if not count:
                 self._bounds = 0, 0  # whoever decodes next is another
+                self.acceptance.fade()
             return self.rungs[self._rung]
         if self._settled >= SETTLING:
             if not len(self._samples) % 8:
@@ -513,7 +521,7 @@ class AdaptiveDrafts:
         variances = np.add.reduce(slopes @ cov * slopes, axis=1).tolist()
         stay = min(max(min(self._stayed[self._bucket], self._stays), STAY[0]), STAY[1])
         doubt = self.times.doubt(trial - SETTLING) + self.times.unrest * EVERY
-        found, most = best, 0.0
+        found, most = best, WORTH if trial == SHORT_TRIAL else 0.0
         for i, (way, of_times) in enumerate(zip(ways, variances, strict=True)):
             variance = of_times + unknown * (way.rung > ways[best].rung)
             for rung, spread in (min(way.rung, 1), UNSEEN), (way.rung, UNSEEN_DEEP):

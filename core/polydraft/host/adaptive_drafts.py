@@ -98,8 +98,9 @@ UNSEEN, UNSEEN_DEEP = 0.006, 0.003
 texts change, which the drafts at one place tell of the others."""
 UNKNOWN = 0.15
 """Spread of the pace of one request with more drafts than now, as a part of it, while none of its drafts was verified."""
-MOST_NOISE = 0.5
-"""Spread of several times that is believed at most: one that was interrupted says little of the others."""
+MOST_NOISE, MOST_UNREST = 0.5, 0.1
+"""Spread of several times, and change from one step to the next, that are believed at most: one that was interrupted says little
+of the others."""
 UNREST, NOISE = 0.02, 0.1
 """Change of the times of all rungs from one step to the next, and the spread of one step's time, until both are known."""
 
@@ -226,14 +227,16 @@ class StepTimes:
             unrest = ((error / seconds) ** 2 - 2.0 * self.doubt(count)) / max(now - self._last[2], 1)
             self._repeats += 1
             self.unrest += max(1.0 / self._repeats, 0.03) * (min(unrest, 10.0 * self.unrest) - self.unrest)
-            self.unrest = max(self.unrest, 1e-7)
+            self.unrest = min(max(self.unrest, 1e-7), MOST_UNREST**2)
         self._last = bucket, rung, now
-        variance = float(toward @ told) + self.doubt(count) * seconds**2
-        mean += toward * (error / variance)
+        doubt = self.doubt(count) * seconds**2
+        gain = toward / (float(toward @ told) + doubt)
+        mean += gain * error
         np.maximum(mean[:n], 0.1 * seconds, out=mean[:n])  # what nobody measured might be below nothing
         mean[n] = min(float(mean[n]), 1.0)
         np.maximum(mean[n + 1 :], 0.0, out=mean[n + 1 :])
-        cov -= np.multiply.outer(toward, toward / variance)
+        left = self._same - np.multiply.outer(gain, told)
+        cov[:] = left @ cov @ left.T + doubt * np.multiply.outer(gain, gain)  # what is left, in a form that stays a covariance
 
     def _begin(self, mean: Array, cov: Array, told: Array, factor: float, seconds: float, count: int, alone: bool) -> None:
         """The first measurement of a bucket says what its level is, and nothing about how its rungs differ; where it is the first

@@ -18,8 +18,8 @@ from tests.support.progress import Progress
 SEEDS = range(102)
 PREEMPTING = (6, 17, 39, 47, 52, 65, 66, 70, 73, 78)
 """In these some request is preempted, which happens in few."""
-SHALLOW = {*SEEDS[:9], *PREEMPTING[::2]}
-"""What `make test` takes: one and two programs for each way, and half of those that are rare."""
+SHALLOW = {*SEEDS[:9], *PREEMPTING[::4]}
+"""What `make test` takes: one and two programs for each way, and some of those that are rare."""
 FAULTY = range(60)
 SHORT = (1, 3, 4, 5, 6, 8)
 """Of these, what `make test` takes: one for each way."""

@@ -258,7 +258,7 @@ def progress(what: str) -> Progress:
     return Progress(what, settings().max_examples)
 
 
-few = settings(max_examples=4)
+few = settings(max_examples=2)
 many = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -281,7 +281,7 @@ def mixed_asks(model: str, count: int) -> tuple[Ask, ...]:
     vocab_size = tiny.CONFIGS[model]["vocab_size"]
     kinds = (SamplingParams(), *SAMPLED)
     prompts = [tuple((7 * i * i + 3 * j + 1) % vocab_size for j in range(1 + 5 * i % 23)) for i in range(count)]
-    return tuple(Ask(prompt, replace(kinds[i % 4], max_new_tokens=18), 2 * i) for i, prompt in enumerate(prompts))
+    return tuple(Ask(prompt, replace(kinds[i % 4], max_new_tokens=12), 2 * i) for i, prompt in enumerate(prompts))
 
 
 @pytest.mark.parametrize(("device", "num_drafts"), crossed(6, DEVICES | ORDERS, KS))

@@ -32,7 +32,7 @@ def mean_tokens_a_round(device: str, num_drafts: int, prompts: tuple[str, ...], 
 @pytest.mark.parametrize("num_drafts", TOKENS_PER_ROUND)
 def test_rounds_equal_the_oracle(num_drafts: int) -> None:
     prompts = (*CODE_PROMPTS[:2], STOPPING_PROMPT)
-    mean = mean_tokens_a_round("reference", num_drafts, prompts, 40, invariant=False)
+    mean = mean_tokens_a_round("reference", num_drafts, prompts, 24, invariant=False)
     assert mean > 1.5, "drafts are hardly ever accepted"
 
 

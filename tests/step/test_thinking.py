@@ -191,7 +191,7 @@ def is_as_alone(seed: int) -> None:
         assert (output.token_ids, output.forced, output.error) == (wanted.token_ids, wanted.forced, ""), ask
 
 
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(st.integers(0, 2**32 - 1))
 def test_limits_hold_however_requests_are_served(seed: int) -> None:
     is_as_alone(seed)

@@ -136,7 +136,7 @@ def test_a_prompt_that_stops() -> None:
 def test_a_wrong_convention_changes_no_token_and_costs_nearly_all_drafts() -> None:
     model, tokenizer = demo()
     prompt = tokenizer.encode(CODE_PROMPTS[0])
-    right = greedy_rounds(model, prompt, 3, 24, ())
-    wrong = greedy_rounds(OracleModel.from_dir(demo_model_path(), order="embedding_first"), prompt, 3, 24, ())
+    right = greedy_rounds(model, prompt, 3, 12, ())
+    wrong = greedy_rounds(OracleModel.from_dir(demo_model_path(), order="embedding_first"), prompt, 3, 12, ())
     assert wrong.token_ids == right.token_ids
     assert sum(wrong.rounds) <= 1 < sum(right.rounds)

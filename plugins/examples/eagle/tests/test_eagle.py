@@ -152,7 +152,7 @@ def is_as_recomputed(of: tuple[Path, Path], served_by: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("way", "noise"),
-    crossed(2, [way for way, options in WAYS.items() if options.keys().isdisjoint(("device", "emulator"))], [SOMETIMES, 0.5]),
+    crossed(4, [way for way, options in WAYS.items() if options.keys().isdisjoint(("device", "emulator"))], [SOMETIMES, 0.5]),
 )
 def test_drafts_are_those_of_a_recomputation(way: str, noise: float) -> None:
     is_as_recomputed(pair(noise), engine(pair(noise), **WAYS[way]))

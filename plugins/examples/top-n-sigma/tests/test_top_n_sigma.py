@@ -46,8 +46,18 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Options of `LLM` for everything that launches the kernel in another way."""
 needs_cpu = pytest.mark.skipif(bool(missing()), reason=f"the cpu backend is not available: {missing()}")
+SHALLOW = ("graphs", "cpu")
+"""Of these, what `make test` takes."""
 each_engine = pytest.mark.parametrize(
-    "options", [pytest.param(o, id=name, marks=needs_cpu if o["backend"] == "cpu" else ()) for name, o in ENGINES.items()]
+    "options",
+    [
+        pytest.param(
+            options,
+            id=name,
+            marks=[needs_cpu] * (options["backend"] == "cpu") + [pytest.mark.deep] * (name not in SHALLOW),
+        )
+        for name, options in ENGINES.items()
+    ],
 )
 
 # Contracts are registered for the whole process. These tests share theirs with those of polydraft, which look at the registry.
@@ -193,6 +203,7 @@ def test_tokens_are_drawn_from_what_the_rule_leaves_of_reported_probabilities(ve
     assert unruly > 10, "without the rule these texts would be others"
 
 
+@pytest.mark.deep
 def test_rejection_draws_from_the_rules_distribution() -> None:
     """Texts of three tokens, a window of two drafts among them: how often each came against the product of exact shares."""
     model, prompt, size = probe.oracle(), PROMPTS[3], 1500

@@ -169,9 +169,9 @@ def flat(case: Case) -> list[Any]:
 @each
 def test_what_is_drawn_hangs_on_the_seed_alone(contract: Contract):
     cases = [surprise(contract, 4, number) for number in range(8)]
-    drawn = [flat(case) for case in cases[:4]]
-    assert drawn == [flat(surprise(contract, 4, number)) for number in range(4)]
-    other = [flat(surprise(contract, 5, number)) for number in range(4)]
+    drawn = [flat(case) for case in cases[:2]]
+    assert drawn == [flat(surprise(contract, 4, number)) for number in range(2)]
+    other = [flat(surprise(contract, 5, number)) for number in range(2)]
     assert all(one not in other for one in drawn)
     shapes = {repr(sorted(symbols(contract, case).items())) for case in cases}
     assert len(shapes) > 4

@@ -158,7 +158,7 @@ def test_a_named_tool_is_called(client: Any) -> None:
 
 def test_several_calls_are_streamed_as_they_are_written(client: Any) -> None:
     extra = {**PLAIN, "logit_bias": {"0": -6}}  # rather another call than the end
-    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "extra": extra, "max_tokens": 200, "seed": 3}
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "extra": extra, "max_tokens": 120, "seed": 3}
     whole = chat(client, **options).choices[0]
     events = list(chat(client, stream=True, **options))
     calls: dict[int, list[str]] = {}

@@ -12,7 +12,7 @@ from polydraft import LLM, SamplingParams
 from polydraft.demo import demo_model_path
 from polydraft.host import acceptance_alarms
 
-LONG = SamplingParams(max_new_tokens=80, ignore_eos=True, temperature=0.7)
+LONG = SamplingParams(max_new_tokens=65, ignore_eos=True, temperature=0.7)
 PROMPTS = [
     "def add(a, b):",
     "class Stack:",

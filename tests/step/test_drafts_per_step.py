@@ -162,7 +162,7 @@ def test_texts_where_the_policy_adapts(by: str, verify: str) -> None:
     with deciding(lambda limits: AdaptiveDrafts(limits, clock=iter(times).__next__)):
         served_by = engine(MODEL, device=by, draft_tokens=5, max_num_seqs=3, block_size=4, verify=verify)
     assert isinstance(served_by.draft_policy, AdaptiveDrafts)
-    asks = [replace(ask, params=replace(ask.params, max_new_tokens=90)) for ask in asks]
+    asks = [replace(ask, params=replace(ask.params, max_new_tokens=60)) for ask in asks]
     for ask, output in zip(asks, drive(served_by, asks), strict=True):
         assert same_text(output, solo(MODEL, 3, ask.prompt_ids, replace(ask.params, max_drafts=None)))
     assert sum(map(bool, served_by.totals.drafts_per_step)) > 2
@@ -392,10 +392,10 @@ def test_every_number_of_drafts_is_replayed_and_the_most_alone_is_captured_where
     assert graphs.counters.captured == 4 * fixed.graphs.counters.captured
     replay = graphs.replay
     graphs.replay = lambda kind, piece, shape: (seen.update([shape]), replay(kind, piece, shape))[1]  # type: ignore[method-assign, func-returns-value]
-    outputs = drive(served_by, [Ask((i, 2, 3), replace(PARAMS, max_new_tokens=60 + 20 * i)) for i in range(4)])
+    outputs = drive(served_by, [Ask((i, 2, 3), replace(PARAMS, max_new_tokens=30 + 10 * i)) for i in range(4)])
     assert {number for _, number in seen} == {0, 1, 2, 3}
     assert [essence(o)["token_ids"] for o in outputs] == [
-        solo(MODEL, 3, (i, 2, 3), replace(PARAMS, max_new_tokens=60 + 20 * i)).token_ids for i in range(4)
+        solo(MODEL, 3, (i, 2, 3), replace(PARAMS, max_new_tokens=30 + 10 * i)).token_ids for i in range(4)
     ]
 
 

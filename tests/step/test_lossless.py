@@ -55,6 +55,7 @@ SAMPLED = (
 
 
 PROMPTS = (*CODE_PROMPTS, STOPPING_PROMPT)
+FEW_PROMPTS = (*CODE_PROMPTS[:2], STOPPING_PROMPT)
 
 
 def note(what: str) -> None:
@@ -299,11 +300,13 @@ def test_every_batch_size(batch: int) -> None:
 
 
 # -- the demo checkpoint ---------------------------------------------------------------------------
-def serve_demo(device: str, num_drafts: int, num_tokens: int, **options: Any) -> tuple[list[Ask], list[RequestOutput]]:
-    """The test prompts greedily, and the first of them sampled, arriving one by one."""
+def serve_demo(
+    device: str, num_drafts: int, num_tokens: int, prompts: Sequence[str] = PROMPTS, **options: Any
+) -> tuple[list[Ask], list[RequestOutput]]:
+    """The prompts greedily, and the first of them sampled, arriving one by one."""
     served_by = engine(device=device, draft_tokens=num_drafts, **options)
-    kinds = [(prompt, SamplingParams()) for prompt in PROMPTS]
-    kinds += [(prompt, kind) for prompt, kind in zip(PROMPTS, SAMPLED, strict=False)]
+    kinds = [(prompt, SamplingParams()) for prompt in prompts]
+    kinds += [(prompt, kind) for prompt, kind in zip(prompts, SAMPLED, strict=False)]
     asks = [Ask(demo_prompt(text), replace(kind, max_new_tokens=num_tokens), 3 * i) for i, (text, kind) in enumerate(kinds)]
     outputs = drive(served_by, asks)
     served_by.close()
@@ -335,7 +338,7 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_demo_checkpoint(device: str, num_drafts: int, options: dict[str, Any]) -> None:
-    demo_is_lossless(device, num_drafts, 8, **options)
+    demo_is_lossless(device, num_drafts, 8, prompts=FEW_PROMPTS, **options)
 
 
 @pytest.mark.deep
@@ -349,7 +352,7 @@ def test_demo_checkpoint_deep(device: str, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("device", ["lazy-1", deep("reference")])
 def test_demo_drafts_of_sampled_requests_are_accepted_as_the_oracle_accepts_them(device: str) -> None:
-    asks, outputs = serve_demo(device, 3, 8)
+    asks, outputs = serve_demo(device, 3, 8, FEW_PROMPTS)
     for ask, output in zip(asks[-3:], outputs[-3:], strict=True):
         check_against_oracle("", 3, ask, output)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polydraft.contracts.kernels.scatter import Run
@@ -485,6 +485,7 @@ def test_epoch_tells_a_late_snapshot_from_the_next_request():
 
 
 # -- anything at all -----------------------------------------------------------------------------------------
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_arrival_abort_and_pressure_ends_well(data: st.DataObject):
     """Every plan keeps its budgets and stages what the device needs (`HostLoop` checks that), nobody is overtaken, no block is

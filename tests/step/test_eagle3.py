@@ -83,7 +83,7 @@ def engine(
     return Engine(EngineConfig.from_mapping(config), backend=backend, draft_policy=policy)
 
 
-def asks(max_new_tokens: int = 24, **sampling: Any) -> tuple[Ask, ...]:
+def asks(max_new_tokens: int = 18, **sampling: Any) -> tuple[Ask, ...]:
     """Requests that arrive one after the other; the last has the beginning of the second's prompt."""
     params = [SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, seed=i, **sampling) for i in range(len(PROMPTS))]
     return tuple(Ask(prompt, one, arrival=3 * i) for i, (prompt, one) in enumerate(zip(PROMPTS, params, strict=True)))

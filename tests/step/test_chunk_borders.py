@@ -41,7 +41,7 @@ def in_chunks(running: Engine, largest: int) -> Engine:
 @pytest.mark.parametrize(
     ("drafting", "device"),
     among(
-        [(("shared", 2), "lazy-2"), (("deep", 5), "lazy-0")],
+        [(("shared", 2), "lazy-2")],
         itertools.product([("narrow", 1), ("shared", 2), ("narrow", 3), ("deep", 5)], DEVICES),
     ),
     ids=str,

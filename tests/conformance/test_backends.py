@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-import jsonschema
 import pytest
 
 from polydraft import reference
@@ -26,7 +25,7 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.features import FEATURES
 from polydraft.errors import ContractError
 from tests.conformance.doubles import BACKENDS, alone, basic, installed, kernels, named, raising, unavailable
-from tests.support.project import ROOT
+from tests.support.schemas import published
 
 CHECKS = {check.id: check for check in every_check()}
 
@@ -43,7 +42,7 @@ def test_basic_holds(name: str):
     assert all(result.comparisons > 0 for result in report.results if result.outcome == "pass")
     kind = {"reference": "own", "emulator": "emulated"}[name]
     assert set(report.content["owners"].values()) == {kind}
-    jsonschema.validate(report.content, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+    published("polydraft.conform/1").validate(report.content)
 
 
 def test_no_kernel_of_the_reference_is_taken_for_one_s_own():
@@ -104,7 +103,7 @@ def test_the_device_that_was_taken_is_told():
     assert (report.status, report.content["backend"]["device"]) == (0, "queued")
     assert "on queued (none was named, and it is the first that declares graph_capture)" in page(report)
     assert "polydraft conform reference --device queued" in page(report)
-    jsonschema.validate(report.content, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+    published("polydraft.conform/1").validate(report.content)
     assert verify(report.content) == []
 
 
@@ -134,7 +133,7 @@ def test_every_backend_keeps_every_contract_that_it_offers(name: str, contract: 
 def test_one_table_of_all():
     names = [name for name in installed() if name in ("reference", "cpu")]
     content = table([kernels(name) for name in names])
-    jsonschema.validate(content, json.loads((ROOT / "core/polydraft/schemas/matrix-1.json").read_text()))
+    published("polydraft.matrix/1").validate(content)
     assert content["status"] == 0, plain(content)
     assert [one["name"] for one in content["backends"]] == names
     by_row = {(row["level"], row["contract"]): row["cells"] for row in content["rows"]}

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jsonschema
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -38,7 +37,7 @@ from polydraft.proposers.ngram import NgramProposer
 from tests.conformance.doubles import BACKENDS, raising
 from tests.support import tiny
 from tests.support.plugin_doubles import backend
-from tests.support.project import ROOT
+from tests.support.schemas import published
 
 PARAMS = (
     SamplingParams(max_new_tokens=14, ignore_eos=True),
@@ -439,8 +438,7 @@ def test_the_commands(polydraft: Callable[..., tuple[int, str, str]], tmp_path: 
     assert "polydraft: steps 90,92-99 never came, the run had " in err
     polydraft(*ask)
     status, out, _ = polydraft("replay", file, "--backend", "reference", "--against", "reference", "--model", model, "--json")
-    schema = json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text())
-    jsonschema.validate(json.loads(out), schema)
+    published("polydraft.replay/1").validate(json.loads(out))
     assert polydraft("replay", file, "--backend", "reference")[0] == 2, "the weights are only referred to"
     assert polydraft("replay", file, "--backend", "nonesuch")[0] == 2
     assert polydraft(*ask, "--record-steps", "none")[0] == 2
@@ -470,7 +468,7 @@ def test_a_difference_is_told_in_words_and_json(polydraft: Callable[..., tuple[i
     assert "looks like M01" in out
     status, out, _ = polydraft(*given, "--json")
     answer = json.loads(out)
-    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/replay-1.json").read_text()))
+    published("polydraft.replay/1").validate(answer)
     assert answer["recorded"]["widths"] == [{"step": step, "window": 4, "num_drafts": 3} for step in STEPS]
     assert answer["differences"][0]["contract"] == "select_last_rows"
     assert len(answer["differences"][0]["index"]) == 2

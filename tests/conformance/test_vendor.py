@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -31,6 +30,7 @@ from polydraft.contracts.composite import as_contract
 from polydraft.contracts.large import large_sizes, several_large
 from polydraft.errors import ConfigError, PluginError
 from tests.support.project import ROOT
+from tests.support.schemas import published
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -85,7 +85,7 @@ def test_the_name_is_everywhere(mychip: Path):
 def test_json_of_new_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status, out, _ = run(capsys, "new-backend", "mychip", "--into", str(tmp_path), "--json")
     answer = json.loads(out)
-    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/new_backend-1.json").read_text()))
+    published("polydraft.new_backend/1").validate(answer)
     assert status == 0
     assert all((Path(answer["folder"]) / file).is_file() for file in answer["files"])
 
@@ -417,7 +417,7 @@ def test_conform_takes_packs(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     args = ("conform", "reference", "--plugin", str(file), "--kernels", "fast")
     status, out, _ = run(capsys, *args, "--contract", "swiglu", "--json")
     answer = json.loads(out)
-    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/conform-1.json").read_text()))
+    published("polydraft.conform/1").validate(answer)
     assert (status, answer["packs"][0]["role"]) == (0, "kernel pack")
     assert run(capsys, *args, "--prove")[0] == 2
     status, _, err = run(capsys, "conform", "reference", "--kernels", "nobody")

@@ -3,12 +3,12 @@
 import json
 from collections import Counter
 
-import jsonschema
 import pytest
 
 from bench.invariant_cost import FIGURES, table
 from polydraft.bench.report import renewed
 from tests.support.project import ROOT
+from tests.support.schemas import published
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -30,8 +30,7 @@ def test_the_cost_of_invariance_is_that_of_the_result():
 
 def test_the_committed_proof_is_dead_and_counted():
     proof = json.loads((ROOT / "docs" / "backends" / "cuda-mutants.json").read_text(encoding="utf-8"))
-    schema = json.loads((ROOT / "core" / "polydraft" / "schemas" / "prove-1.json").read_text(encoding="utf-8"))
-    jsonschema.validate(proof, schema)
+    published("polydraft.prove/1").validate(proof)
     trials = proof["trials"]
     assert proof["backend"] == "cuda"
     assert all(trial["ok"] for trial in trials)

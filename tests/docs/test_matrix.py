@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
-
 from polydraft.conformance.faulty_backends import MUTANTS
 from polydraft.conformance.outcomes import PROFILES
 from polydraft.contracts import COMPOSITES, REGISTRY
 from tests.support.project import ROOT
+from tests.support.schemas import published
 from tools import conform_in_turn, make_matrix, make_mutants
 
 CONTENT: dict[str, Any] = json.loads(make_matrix.TABLE.read_text(encoding="utf-8"))
@@ -19,7 +18,7 @@ CONTENT: dict[str, Any] = json.loads(make_matrix.TABLE.read_text(encoding="utf-8
 def test_the_page_is_that_of_the_table():
     assert make_matrix.PAGE.read_text(encoding="utf-8") == make_matrix.page(CONTENT), "run `make matrix`"
     assert make_matrix.TABLE.read_text(encoding="utf-8") == make_matrix.compact(CONTENT)
-    jsonschema.validate(CONTENT, json.loads((ROOT / "core/polydraft/schemas/matrix-1.json").read_text(encoding="utf-8")))
+    published("polydraft.matrix/1").validate(CONTENT)
 
 
 def test_every_backend_that_needs_no_accelerator_is_in_it_and_holds():

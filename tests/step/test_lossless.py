@@ -390,7 +390,8 @@ def count_ties(model: str, ask: Ask, output: RequestOutput, kept: int | None = N
     return ties
 
 
-@pytest.mark.parametrize(("num_drafts", "slots"), [*map(deep, [(0, 8), (2, 1), (3, 8), (5, 16)])])
+@pytest.mark.deep
+@pytest.mark.parametrize(("num_drafts", "slots"), [(0, 8), (2, 1), (3, 8), (5, 16)])
 def test_demo_prompts_have_no_tie_in_the_default_mode(num_drafts: int, slots: int) -> None:
     asks, outputs = serve_demo("reference", num_drafts, 48, invariant=False, max_num_seqs=slots)
     ties = [count_ties("", ask, output) for ask, output in zip(asks, outputs, strict=True)]

@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from polydraft import LLM, SamplingParams
@@ -23,8 +22,8 @@ from polydraft.models.description import CONVENTIONS
 from tests.oracle import greedy_rounds
 from tests.support import tiny
 from tests.support.depth import among, crossed, first
-from tests.support.project import ROOT
 from tests.support.runs import Ask, drive
+from tests.support.schemas import published
 
 DATA = Path(__file__).parents[1] / "data"
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -97,7 +96,7 @@ def test_the_conventions_that_a_head_was_trained_with_come_first(model: str, var
     )
     assert (status, err) == (0, "")
     answer = json.loads(out)
-    jsonschema.validate(answer, json.loads((ROOT / "core/polydraft/schemas/mtp_check-1.json").read_text(encoding="utf-8")))
+    published("polydraft.mtp_check/1").validate(answer)
     first, *others = answer["tried"]
     (true,) = (one for one in answer["tried"] if one["configured"])
     seen = {name: value for name, value in true["conventions"].items() if name != "mask_first_position"}

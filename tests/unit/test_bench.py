@@ -5,17 +5,14 @@ No test here asserts a time: figures are checked against counts, and against eac
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -36,6 +33,7 @@ from tests.support import tiny
 from tests.support.depth import first
 from tests.support.emulator import Emulator
 from tests.support.project import ROOT
+from tests.support.schemas import published
 
 SHAPES = ROOT / "bench" / "shapes"
 SMALLEST = {
@@ -57,15 +55,6 @@ class Result(NamedTuple):
         answer = json.loads(self.out)
         validate(answer)
         return answer
-
-
-@functools.cache
-def published(name: str) -> jsonschema.Draft202012Validator:
-    """The published schema of that name, itself looked at once."""
-    file = name.removeprefix("polydraft.").replace("/", "-")
-    schema = json.loads(resources.files("polydraft").joinpath("schemas", f"{file}.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
 
 
 def validate(answer: Any) -> None:

@@ -6,7 +6,6 @@ their own.
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +37,7 @@ from polydraft.output.request_output import RequestOutput
 from tests.support import tiny
 from tests.support.meddling import byte_checkpoint
 from tests.support.project import ROOT
+from tests.support.schemas import published
 
 MODEL = "narrow"  # a checkpoint that needs no plugin
 PROMPT = "w1 w2 w3"
@@ -64,15 +63,6 @@ class Result(NamedTuple):
         assert self.err.startswith("polydraft: ")
         assert self.err.count("\n") == 1, self.err
         return self.err.removeprefix("polydraft: ").rstrip("\n")
-
-
-@functools.cache
-def published(name: str) -> jsonschema.Draft202012Validator:
-    """The published schema of answers that call themselves `name`, e.g. polydraft.generate/1, itself looked at once."""
-    file = name.removeprefix("polydraft.").replace("/", "-")
-    schema = json.loads(resources.files("polydraft").joinpath("schemas", f"{file}.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
 
 
 @pytest.fixture

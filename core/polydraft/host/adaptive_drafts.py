@@ -47,11 +47,13 @@ LOOK, MANY = 32, 1024
 """Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
 """Steps after a change that are not timed: their windows are those of before, and so are those in flight."""
-TRIAL, SHORT_TRIAL, WORTH = 5, 3, 2.0
-"""Steps for which a rung is tried, those that settle included; the fewer where one time tells enough, and one round of each
-request, and there it must promise so many steps more than it costs:"""
+TRIAL, SHORT_TRIAL = 5, 3
+"""Steps for which a rung is tried, those that settle included; the fewer where one time, and one round of each request, tell
+enough."""
 QUIET, ENOUGH = 0.03, 16
-"""below this spread of a step's time, from so many requests on."""
+"""Where they do: the spread of a step's time below which, and the requests from which on."""
+WORTH = 2.0
+"""Steps that a short trial must promise beyond what it costs."""
 CHANGE = 0.7
 """Steps that a change of the rung costs: the first one verifies the drafts of before, and its time is that of the larger rung."""
 STAY = 96, 256
@@ -235,21 +237,24 @@ class StepTimes:
         np.maximum(mean[:n], 0.1 * seconds, out=mean[:n])  # what nobody measured might be below nothing
         mean[n] = min(float(mean[n]), 1.0)
         np.maximum(mean[n + 1 :], 0.0, out=mean[n + 1 :])
+        self._learn(cov, gain, told, doubt)
+
+    def _learn(self, cov: Array, gain: Array, told: Array, doubt: float) -> None:
+        """What is left of a covariance where the mean is moved by `gain` times the error of what was `told`, whose variance is
+        `doubt`: in a form that stays a covariance (Joseph's)."""
         left = self._same - np.multiply.outer(gain, told)
-        cov[:] = left @ cov @ left.T + doubt * np.multiply.outer(gain, gain)  # what is left, in a form that stays a covariance
+        cov[:] = left @ cov @ left.T + doubt * np.multiply.outer(gain, gain)
 
     def _begin(self, mean: Array, cov: Array, told: Array, factor: float, seconds: float, count: int, alone: bool) -> None:
         """The first measurement of a bucket says what its level is, and nothing about how its rungs differ; where it is the first
         one of all (`alone`), what tokens add is a part of that level, too."""
         n = len(self.rungs)
-        factors = np.where(self._level > 0.0, factor, 1.0)
-        factors[n + 1 :] = factor if alone else 1.0
+        factors = np.full(len(mean), factor)
+        factors[n if alone else slice(n, None)] = 1.0
         mean *= factors
         cov *= np.multiply.outer(factors, factors)
         told[n] *= factor
-        level = mean * self._level
-        apart = np.eye(len(mean)) - np.multiply.outer(level, told / seconds)
-        cov[:] = apart @ cov @ apart.T + self.doubt(count) * np.multiply.outer(level, level)
+        self._learn(cov, mean * self._level / seconds, told, self.doubt(count) * seconds**2)
 
     def doubt(self, count: int) -> float:
         """The variance of the median of so many steps, as a part of their time squared."""
@@ -469,9 +474,10 @@ class AdaptiveDrafts:
         limited = self.windows is not None
         now = next((i for i, way in enumerate(ways) if (way.rung, way.spared > 0.0) == (self._rung, limited)), self._rung)
         unknown = UNKNOWN**2 * self.acceptance.unknown(decode) / len(decode) ** 2
-        tried = self._worth_trying(ways, best, cov, unknown, self._trial(len(decode)))
+        trial = SHORT_TRIAL if self.times.noise < QUIET and len(decode) >= ENOUGH else TRIAL
+        tried = self._worth_trying(ways, best, cov, unknown, trial)
         if tried not in (best, now):
-            taken, steps = tried, self._trial(len(decode))
+            taken, steps = tried, trial
         else:
             taken = best if paces[best] > paces[now] + GAIN else now
             chosen = ways[taken].rung, ways[taken].spared > 0.0
@@ -503,10 +509,6 @@ class AdaptiveDrafts:
         """[rungs]: the sum over the slots [places, n] and the places of each rung."""
         sums = [0.0, *itertools.accumulate(np.add.reduce(by_place, axis=1).tolist())]
         return [sums[k] for k in self.rungs]
-
-    def _trial(self, requests: int) -> int:
-        """Steps of a trial with so many requests."""
-        return SHORT_TRIAL if self.times.noise < QUIET and requests >= ENOUGH else TRIAL
 
     def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float, trial: int) -> int:
         """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none.

@@ -93,6 +93,15 @@ def test_a_failed_driver_call_is_one_sentence(code: int, said: str):
     assert "\n" not in message
 
 
+def test_handles_of_memory_are_read_and_made_whatever_fields_the_bindings_have():
+    """13.5 of the bindings has dropped the one that held the bytes."""
+    pytest.importorskip("cuda.bindings", reason="the extra cuda brings them")
+    told = bytes(range(64))
+    assert driver.bytes_of_handle(driver.handle_of_bytes(told)) == told
+    with pytest.raises(ValueError, match="a handle has 63 bytes, wanted 64"):
+        driver.handle_of_bytes(told[1:])
+
+
 def test_a_result_is_its_value_or_an_error():
     assert driver.check((0,)) is None
     assert driver.check((0, 5)) == 5

@@ -389,7 +389,7 @@ def test_memory_of_other_ranks_is_let_go_once_with_the_device_or_the_last_launch
     names = ("cuCtxSetCurrent", "cuCtxSynchronize", "cuStreamDestroy", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle")
     device: Any = CudaDevice.__new__(CudaDevice)
     device.cuda = SimpleNamespace(
-        CUipcMemHandle=SimpleNamespace, CUipcMem_flags=SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+        CUipcMem_flags=SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
         **{name: call(name) for name in names},
     )  # fmt: skip
     device._open, device._context, device._memory, device.stream = True, "its context", {}, SimpleNamespace(handle=0)

@@ -461,10 +461,8 @@ class CudaDevice:
     def open_handle(self, handle: bytes, doing: str) -> int:
         """Address of an allocation of another process of this machine, by the driver's handle (cuIpcGetMemHandle). Raises
         `DeviceError` where the driver refuses it."""
-        opaque = self.cuda.CUipcMemHandle()
-        opaque.reserved = handle
         flags = int(self.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        return int(self.call("cuIpcOpenMemHandle", opaque, flags, doing=doing))
+        return int(self.call("cuIpcOpenMemHandle", driver.handle_of_bytes(handle), flags, doing=doing))
 
     def let_go(self, pointer: int) -> None:
         """Close memory of another process."""

@@ -5,11 +5,14 @@ All other modules of the backend call the driver through this one. It does not o
 
 from __future__ import annotations
 
+import ctypes
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from polydraft.errors import DeviceError
 
+HANDLE_BYTES: Final = 64
+"""Of the driver's handle of an allocation, which other processes open."""
 OUT_OF_MEMORY = 2
 CONTEXT = frozenset({201, 400, 709})
 """Codes of a call on a thread whose current context is another one: invalid context, handle, or a destroyed context."""
@@ -55,6 +58,21 @@ def module() -> ModuleType:
             "install the extra: pip install 'polydraft[cuda]'"
         ) from error
     return driver  # type: ignore[no-any-return, unused-ignore]
+
+
+def bytes_of_handle(handle: Any) -> bytes:
+    """What other processes need of a CUipcMemHandle. Found by its address: its field is not in all versions of the bindings
+    (13.5 has none)."""
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def handle_of_bytes(told: bytes) -> Any:
+    """The CUipcMemHandle of another process."""
+    if len(told) != HANDLE_BYTES:
+        raise ValueError(f"a handle has {len(told)} bytes, wanted {HANDLE_BYTES}")
+    handle = module().CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), told, HANDLE_BYTES)
+    return handle
 
 
 def check(result: Any, doing: str = "a driver call") -> Any:

@@ -24,7 +24,6 @@ HOST_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8), "int32": np.dtype(np.int32), "int64": np.dtype(np.int64),
 }  # fmt: skip
 """What may be shared, and as what it arrives on a host."""
-HANDLE_BYTES: Final = 64
 FIELDS: Final = {"handle", "offset", "shape", "dtype"}
 
 
@@ -42,7 +41,7 @@ def share(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         except DeviceError as error:
             raise CheckpointError(f"tensor {name} cannot be shared ({error}); copy it to memory of cudaMalloc") from error
         found[name] = {
-            "handle": bytes(handle.reserved).hex(), "offset": pointer - int(base), "shape": list(shape), "dtype": dtype,
+            "handle": driver.bytes_of_handle(handle).hex(), "offset": pointer - int(base), "shape": list(shape), "dtype": dtype,
         }  # fmt: skip
     return found
 
@@ -144,7 +143,7 @@ def _checked(name: str, one: Any) -> tuple[str, int, tuple[int, ...], str]:
         )
     handle, offset, shape, dtype = one["handle"], one["offset"], one["shape"], one["dtype"]
     whole = [offset, *shape] if isinstance(shape, (list, tuple)) else [None]
-    hexadecimal = isinstance(handle, str) and len(handle) == 2 * HANDLE_BYTES and set(handle) <= set("0123456789abcdef")
+    hexadecimal = isinstance(handle, str) and len(handle) == 2 * driver.HANDLE_BYTES and set(handle) <= set("0123456789abcdef")
     if not (hexadecimal and dtype in HOST_DTYPES and all(type(size) is int and size >= 0 for size in whole)):
         raise CheckpointError(f"shared tensor {name} is malformed ({dict(one)!r:.120}); send what share() returns")
     return handle, offset, tuple(shape), dtype

@@ -27,7 +27,7 @@ from polydraft.errors import DeviceError
 from polydraft.ranks import Group, Note
 from polydraft.ranks.exchange import KINDS
 from polydraft_cuda.device import CudaDevice
-from polydraft_cuda.ipc import HANDLE_BYTES
+from polydraft_cuda.driver import HANDLE_BYTES, bytes_of_handle
 
 BLOCKS: Final = 128
 """Blocks of a launch at most."""
@@ -162,7 +162,7 @@ class MeetingPlace(Place):
         """What the other ranks need to open this one's memory."""
         handle = self.device.call("cuIpcGetMemHandle", pointer, doing="sharing memory of a rank")
         words = np.array([os.getpid(), self.device.index, pointer], np.int64).view(np.uint8)
-        return np.concatenate([words, np.frombuffer(bytes(handle.reserved), np.uint8)])
+        return np.concatenate([words, np.frombuffer(bytes_of_handle(handle), np.uint8)])
 
     def _opened(self, rank: int, told: Any) -> int:
         """The address at which this rank reaches the memory of another."""

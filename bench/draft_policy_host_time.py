@@ -101,9 +101,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def about(rows: list[dict[str, Any]]) -> str:
+def about(result: dict[str, Any]) -> str:
     """What the table says, before it."""
-    return f"Microseconds of the host, medians of {rows[0]['repeats']} runs of {rows[0]['steps']:,} steps, 2 cores."
+    first = result["rows"][0]
+    return f"Microseconds of the host ({result['device']}), medians of {first['repeats']} runs of {first['steps']:,} steps."
 
 
 def main() -> None:
@@ -117,9 +118,10 @@ def main() -> None:
     for batch in (1, 8, 64):
         rows.append(measured(batch, options.steps, options.repeats))
         print(rows[-1], file=sys.stderr, flush=True)
-    report.write(options.out, report.document(rows, method=(__doc__ or "").strip()))
+    result = report.document(rows, method=(__doc__ or "").strip())
+    report.write(options.out, result)
     if options.page:
-        report.renew(options.page, FIGURES, about(rows), markdown(rows))
+        report.renew(options.page, FIGURES, about(result), markdown(rows))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from polydraft.host.draft_policy import DraftView, Windows, ladder
 from polydraft.host.slots import SlotTable
 from polydraft.step.graphs import default_buckets
 
-SOON, EVERY, SELDOM = 4, 16, 128
+SOON, EVERY, SELDOM = 4, 16, 160
 """Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most; `EVERY` where
 something does, and twice `SOON` where others decode than before."""
 LOOK, MANY = 32, 1024

@@ -49,8 +49,9 @@ matrix: $(TEST)  ## run the kit and its mutants on those backends and write docs
 	$(BIN)/python tools/make_matrix.py
 	$(BIN)/python tools/make_mutants.py
 
+# Run again at the same commit it goes on where it was stopped, unless FRESH is set.
 deep: $(TEST)  ## run the tests that take minutes each, and the combinations that `test` leaves out
-	$(BIN)/python -m pytest -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
+	$(BIN)/python -m pytest $(if $(FRESH),,-p tests.support.resumed) -n 2 --dist load -v -m deep --timeout=1800 --hypothesis-profile=deep
 
 # Nearly a gigabyte, so it is neither part of `test` nor of `deep`.
 oldest:  ## run the tests of the Paddle backends on the oldest Paddle they support, in .venv-paddle-oldest

@@ -3,7 +3,10 @@
 import re
 import subprocess
 import sys
+from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from polydraft.errors import DeviceError
 from polydraft.plugins.plugins import Plugins
 from polydraft_cuda import driver, probe
 from polydraft_cuda.device import CudaDevice
+from polydraft_cuda.remapped import RemappedMemory
 
 H200 = ("NVIDIA H200", (9, 0))
 
@@ -100,6 +104,23 @@ def test_handles_of_memory_are_read_and_made_whatever_fields_the_bindings_have()
     assert driver.bytes_of_handle(driver.handle_of_bytes(told)) == told
     with pytest.raises(ValueError, match="a handle has 63 bytes, wanted 64"):
         driver.handle_of_bytes(told[1:])
+
+
+def test_what_is_used_of_the_bindings_is_there():
+    """Names of calls, types and values, and fields of records: most of the calls need a GPU, and doubles have whatever is asked
+    for."""
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="the extra cuda brings them")
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in Path(polydraft_cuda.__file__).parent.rglob("*.py"))
+    calls = set(re.findall(r'"(cu[A-Z]\w+)"', sources)) | set(re.findall(r"\bcuda\.(cu[A-Z]\w+)", sources))
+    names = calls | set(re.findall(r"\b(?:cuda|driver)\.(CU\w+(?:\.CU_\w+|\.CUDA_\w+)?)", sources))
+    assert len(names) > 60, "they were found"
+    found = {name: reduce(lambda at, part: getattr(at, part, None), name.split("."), bindings) for name in names}
+    lacking = sorted(name for name, value in found.items() if value is None)
+    assert not lacking
+    device: Any = SimpleNamespace(cuda=bindings, index=3, call=lambda name, *given: 1 << 21)
+    memory = RemappedMemory(device)
+    assert (int(memory._properties.location.id), int(memory._access.location.id)) == (3, 3)
+    assert hasattr(bindings.CUtensorMap(), "opaque")
 
 
 def test_a_result_is_its_value_or_an_error():

@@ -210,11 +210,11 @@ class Binding:
 
 
 def communicators(binding: Binding, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> tuple[list[Any], list[Any]]:
-    """Those of all ranks, over devices that do nothing; rank 0 waits for NCCL for a second."""
+    """Those of all ranks, over devices that do nothing; rank 0 waits for NCCL for half a second."""
     monkeypatch.setattr(nccl, "library", lambda: binding)
     monkeypatch.setattr(nccl, "FIND", 0.5)
     exchanges = Exchange.of_threads(size, nccl.ID_BYTES, math.inf)
-    exchanges[0].patience_s = 2.0
+    exchanges[0].patience_s = 1.0
     devices = [
         SimpleNamespace(
             spec=f"cuda:{rank}", held=[], at_close=[], counters=SimpleNamespace(launches=0), stream=SimpleNamespace(address=7),
@@ -238,7 +238,7 @@ def test_ranks_that_nccl_brings_together_go_on(monkeypatch: pytest.MonkeyPatch):
     made, devices = communicators(binding, monkeypatch)
     for found in collective_checks.together([partial(one.come, 64) for one in made]):
         assert not isinstance(found, Exception), found
-    assert [one._group.exchange.patience_s for one in made] == [2.0, math.inf]
+    assert [one._group.exchange.patience_s for one in made] == [1.0, math.inf]
     assert [device.counters.launches for device in devices] == [2, 2]
     for device in devices:
         for end in reversed(device.at_close):
@@ -249,8 +249,8 @@ def test_ranks_that_nccl_brings_together_go_on(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("its host", r"rank 2 did not come to start \(ranks wait for each other\), within 1 s"),
-        ("its thread", r"NCCL did not bring the ranks together \(NCCL_DEBUG=INFO says .*\) within 1 s"),
+        ("its host", r"rank 2 did not come to start \(ranks wait for each other\), within 0.5 s"),
+        ("its thread", r"NCCL did not bring the ranks together \(NCCL_DEBUG=INFO says .*\) within 0.5 s"),
         ("its process", "rank 2 .process 4711. ended: SIGKILL"),
         ("its network", r"rank 2 on cuda:2 cannot meet the others over NCCL \(no network\)"),
     ],

@@ -34,6 +34,7 @@ from polydraft.ranks import Exchange, Group, Note
 from polydraft.ranks import exchange as exchange_module
 from polydraft.ranks.exchange import CLOSED, KINDS
 from tests.conformance.doubles import BACKENDS
+from tests.support.depth import crossed
 from tests.support.project import ROOT
 
 BY_NAME = {**BACKENDS, **({"cpu": "cpu"} if default_backend().name == "cpu" else {})}
@@ -47,8 +48,9 @@ def test_cases_are_adequate(contract: Contract):
     assert found.ok, found.describe()
 
 
-@pytest.mark.parametrize("backend", BY_NAME)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id.rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("backend", "check"), crossed(2, BY_NAME, CHECKS), ids=lambda value: getattr(value, "id", value).rpartition("/")[2]
+)
 def test_backends_with_ranks_pass(backend: str, check: Any):
     result = check.result(Target(BY_NAME[backend]))
     assert result.outcome == "pass", result.message

@@ -16,7 +16,7 @@ from polydraft.errors import DeviceError
 from polydraft_cuda import CAPABILITIES, compiler
 from polydraft_cuda.kernels import kernels
 from tests.device.paper import SHAPES, bind_collectives, bind_of_ranks, bind_on_paper, bind_packed, bind_shape
-from tests.support.depth import among
+from tests.support.depth import among, deep
 
 try:
     compiler.nvrtc_version()
@@ -120,7 +120,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @pytest.mark.usefixtures("in_a_hurry")
 @pytest.mark.parametrize(
-    ("arch", "name"), [("sm_90", "linear_tile.cu"), ("sm_90", "attention_decode.cu"), (OLDEST, "attention_decode.cu")]
+    ("arch", "name"), [("sm_90", "linear_tile.cu"), deep(("sm_90", "attention_decode.cu")), (OLDEST, "attention_decode.cu")]
 )
 def test_a_source_compiles(arch: str, name: str):
     """One with instructions of sm_90a alone, and one for all architectures; `make deep` compiles all sources, also with the

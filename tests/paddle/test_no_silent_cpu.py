@@ -12,7 +12,7 @@ import pytest
 
 from polydraft.conformance.report import Selection, conform
 from tests.support.depth import among
-from tests.support.paddle import needs_device, needs_graphs, polydraft, script
+from tests.support.paddle import forked, forked_command, needs_device, needs_graphs, polydraft
 from tests.support.plugin_doubles import backend as double
 
 PROMPT = "def fibonacci(n):"
@@ -74,7 +74,7 @@ def ran(backend: str, graph: str, *plugins: Path, allowed: bool = True) -> Steps
     """Decode on the emulated device. Falling back is allowed, so that it would be counted; a run that is refused raises."""
     from polydraft_paddle.probe import by_contract, read
 
-    run = script(STEPS, json.dumps([backend, graph, allowed, *map(str, plugins)]))
+    run = forked(STEPS, json.dumps([backend, graph, allowed, *map(str, plugins)]))
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, "decode", run.stdout, run.stderr)
     return Steps(by_contract(read(run.stderr.splitlines())), *json.loads(run.stdout.strip().splitlines()[-1]))
@@ -125,9 +125,9 @@ def test_an_operation_without_a_kernel_is_refused_by_name(planted: Path):
 
 # -- black lists, which count for more than the flag ---------------------------------------------------
 @needs_device
-def test_a_black_list_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUSTOM_DEVICE_BLACK_LIST", "argsort")
-    run = polydraft("generate", PROMPT, "--backend", "paddle", "--device", "polyemu:0", *SMALL)
+def test_a_black_list_in_the_environment_is_refused():
+    options = ("--backend", "paddle", "--device", "polyemu:0", *SMALL)
+    run = forked_command("generate", PROMPT, *options, CUSTOM_DEVICE_BLACK_LIST="argsort")
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1] == (
         "polydraft: CUSTOM_DEVICE_BLACK_LIST is 'argsort' in the environment, which runs these operations of polyemu:0 "

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.paddle import HAS_GRAPHS, answer, forked, needs_device, needs_graphs, needs_paddle, polydraft, script
+from tests.support.paddle import (
+    HAS_GRAPHS,
+    answer,
+    forked,
+    forked_command,
+    needs_device,
+    needs_graphs,
+    needs_paddle,
+    polydraft,
+    script,
+)
 
 PROMPT = "def fibonacci(n):"
 SMALL = ("--max-new-tokens", "12", "--max-num-seqs", "1", "--max-model-len", "64", "--block-size", "16")
@@ -122,7 +132,7 @@ def test_a_custom_device_says_what_the_reference_says(wanted: dict[str, Any], ba
     ],
 )
 def test_a_place_that_there_is_not_is_one_sentence(backend: str, device: str, sentence: str):
-    run = polydraft("generate", PROMPT, "--backend", backend, "--device", device, "--max-new-tokens", "1")
+    run = forked_command("generate", PROMPT, "--backend", backend, "--device", device, "--max-new-tokens", "1")
     assert run.returncode == (2 if "not that for" in sentence else 1)
     assert sentence in run.stderr.strip().splitlines()[-1]
 

@@ -12,7 +12,7 @@ from polydraft_paddle.device_name import of_rank
 
 from tests.support.depth import first
 from tests.support.of_ranks import on_one_rank
-from tests.support.paddle import needs_device, needs_graphs, needs_paddle, script
+from tests.support.paddle import forked, needs_device, needs_graphs, needs_paddle, script
 
 SERVED = """
 import json, sys
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 
 def same_as_one_rank(model: str = "narrow", *, draft_tokens: int = 3, graph: str = "off", **options: Any) -> None:
     given = {"model": model, "tensor_parallel": 2, "draft_tokens": draft_tokens, "graph": graph, **options}
-    run = script(SERVED, json.dumps(given), timeout=280)
+    run = forked(SERVED, json.dumps(given))
     assert run.returncode == 0, run.stderr[-3000:]
     found, (preemptions, hits, replays) = json.loads(run.stdout.splitlines()[-1])
     assert found == plain(on_one_rank(model, draft_tokens))

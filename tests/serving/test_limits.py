@@ -71,6 +71,15 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert served.stop() == 0
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with room for one request, which may wait for half a second."""
+    room = ("--num-blocks", "3", "--block-size", "16", "--max-num-seqs", "1", "--queue-timeout", "0.5")
+    served = Served(tmp_path_factory.mktemp("small"), *room)
+    yield served
+    assert served.stop() == 0
+
+
 def post(served: Served, route: str = "/v1/completions", /, *, headers: Any = None, **body: Any) -> httpx.Response:
     return httpx.post(served.url + route, json=body, headers=headers, timeout=30)
 
@@ -266,9 +275,8 @@ def test_more_requests_than_are_admitted_are_told_when_to_come_back(bounded: Ser
         assert "retry-after" not in answer.headers
 
 
-def test_a_request_that_waits_too_long_is_told_so(serve: Callable[..., Served]) -> None:
-    served = serve("--queue-timeout", "0.5")
-    pid = worker(served)
+def test_a_request_that_waits_too_long_is_told_so(small: Served) -> None:
+    served, pid = small, worker(small)
     slow_down(pid)
     for streaming in (False, True):
         answer = post(served, **SHORT, stream=streaming)
@@ -287,10 +295,9 @@ def test_a_request_that_names_no_length_has_one_that_the_server_allows(bounded: 
         assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
 
 
-def test_a_chat_that_names_no_length_fits_into_the_blocks_that_there_are(serve: Callable[..., Served]) -> None:
-    served = serve("--num-blocks", "3", "--block-size", "16", "--max-num-seqs", "1")
-    assert served.get("/v1/models")["data"][0]["max_model_len"] == 48
-    answer = post(served, "/v1/chat/completions", messages=[{"role": "user", "content": "w2"}], ignore_eos=True)
+def test_a_chat_that_names_no_length_fits_into_the_blocks_that_there_are(small: Served) -> None:
+    assert small.get("/v1/models")["data"][0]["max_model_len"] == 48
+    answer = post(small, "/v1/chat/completions", messages=[{"role": "user", "content": "w2"}], ignore_eos=True)
     assert answer.json()["usage"]["total_tokens"] == 48, answer.text
 
 
@@ -468,6 +475,7 @@ def offline(length: Any) -> str:
 
 
 # -- what goes wrong beneath --------------------------------------------------------------------------------------------
+@pytest.mark.deep  # `make test` sees who is told where the engine cannot come back, and that it comes back where it slept
 def test_an_engine_that_dies_is_told_to_everybody_and_replaced(serve: Callable[..., Served]) -> None:
     served = serve()
     pid = worker(served)

@@ -50,7 +50,7 @@ def test_a_proposer_whose_weights_were_lost(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_graphs_drafted_with_other_weights_is_forgotten() -> None:
-    llm = LLM(backend="reference", draft_tokens=2, max_num_seqs=8)
+    llm = LLM(draft_tokens=2, max_num_seqs=8)
     llm.generate(PROMPTS, replace(LONG, max_new_tokens=30))
     assert llm.engine.alarms._making.any()
     llm.update_weights(demo_model_path())
@@ -82,7 +82,7 @@ def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_text_that_loops(caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM(backend="reference", draft_tokens=2, max_num_seqs=2)
+    llm = LLM(draft_tokens=2, max_num_seqs=2)
     loop = SamplingParams(max_new_tokens=250, ignore_eos=True, logit_bias={llm.engine.tokenizer.encode("a")[-1]: 100.0})
     llm.generate(["x"], loop)
     assert {kind: count for kind, count in llm.engine.alarms.count.items() if count} == {"loop": 1}

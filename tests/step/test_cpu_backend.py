@@ -20,7 +20,7 @@ from tests.oracle import CODE_PROMPTS, greedy_rounds
 from tests.step.test_lossless import KS, Scene, mixed_asks, scenes
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
-from tests.support.depth import among, crossed
+from tests.support.depth import among, crossed, first
 from tests.support.poison import poison_free_blocks
 from tests.support.runs import Ask, demo_prompt, drive, essence, oracle
 
@@ -98,12 +98,13 @@ def test_every_k_in_every_mode(num_drafts: int, options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("spec", among(["cpu?isa=portable"], ["cpu?threads=1", "cpu?threads=3&pin=0", "cpu?isa=portable"]))
 @pytest.mark.parametrize("num_drafts", among([3], [0, 3]))
-def test_the_demo_model_writes_the_oracles_text(spec: str, num_drafts: int) -> None:
+@pytest.mark.parametrize(("num_prompts", "num_tokens"), first(1, [(2, 16), (3, 24)]))
+def test_the_demo_model_writes_the_oracles_text(num_prompts: int, num_tokens: int, spec: str, num_drafts: int) -> None:
     """The checkpoint is in bfloat16 and stays in it without a change of any number: the oracle in float64 agrees."""
     served_by = LLM(backend="cpu", device=spec, draft_tokens=num_drafts).engine
-    asks = [Ask(demo_prompt(text), SamplingParams(max_new_tokens=24), i) for i, text in enumerate(CODE_PROMPTS[:3])]
+    asks = [Ask(demo_prompt(text), SamplingParams(max_new_tokens=num_tokens), i) for i, text in enumerate(CODE_PROMPTS[:num_prompts])]
     for ask, output in zip(asks, drive(served_by, asks), strict=True):
-        greedy = greedy_rounds(oracle(""), ask.prompt_ids, num_drafts, 24, ask.stop_ids)
+        greedy = greedy_rounds(oracle(""), ask.prompt_ids, num_drafts, num_tokens, ask.stop_ids)
         assert (output.token_ids, output.rounds) == (tuple(greedy.token_ids), tuple(greedy.rounds))
     served_by.close()
 

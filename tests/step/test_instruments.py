@@ -335,16 +335,16 @@ def test_what_is_asked_aside_is_nobodys() -> None:
     assert aside.allocated == (2, 16)
 
 
-def test_an_update_that_binds_anew_keeps_them() -> None:
-    for kind in ("emulator-1", "emulator-1-graph"):
-        names = [name for name in WHOLE if possible(kind, (name, "idle"))]
-        engine = made(kind, names)
-        engine.runner.rebind()
-        seen = Seen(engine)
-        assert seen.texts == bare_texts(kind)
-        for name in names:
-            if name != "allocations":  # what is bound anew may want workspace
-                same(name, seen.said[name], alone(kind, name))
+@pytest.mark.parametrize("kind", [deep("emulator-1"), "emulator-1-graph"])
+def test_an_update_that_binds_anew_keeps_them(kind: str) -> None:
+    names = [name for name in WHOLE if possible(kind, (name, "idle"))]
+    engine = made(kind, names)
+    engine.runner.rebind()
+    seen = Seen(engine)
+    assert seen.texts == bare_texts(kind)
+    for name in names:
+        if name != "allocations":  # what is bound anew may want workspace
+            same(name, seen.said[name], alone(kind, name))
 
 
 def test_a_failing_device_ends_every_stage() -> None:

@@ -331,7 +331,7 @@ def demo_is_lossless(device: str, num_drafts: int, num_tokens: int, **options: A
         deep(("lazy-0", 0, {"max_num_seqs": 3, "max_batched_tokens": 3})),
         deep(("reference", 1, {"max_num_seqs": 16, "block_size": 7})),
         deep(("lazy-1", 2, {"max_num_seqs": 1, "max_batched_tokens": 4})),
-        ("lazy-2", 3, {"max_num_seqs": 5, "block_size": 1, "max_batched_tokens": 27}),
+        deep(("lazy-2", 3, {"max_num_seqs": 5, "block_size": 1, "max_batched_tokens": 27})),
         deep(("reference", 4, {"max_num_seqs": 2, "prefix_cache": False})),
         deep(("lazy-1", 5, {"max_num_seqs": 9, "block_size": 64})),
     ],

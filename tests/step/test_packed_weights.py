@@ -48,11 +48,17 @@ def texts(**options: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(one.token_ids, one.rounds) for one in found]
 
 
-@pytest.mark.parametrize("made", among(["fp8-a8"], MADE))
-def test_drafts_batches_chunks_and_devices_change_nothing(made: str):
+@pytest.mark.deep
+@pytest.mark.parametrize("made", MADE)
+def test_every_number_of_drafts_changes_nothing(made: str):
     plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True, weights=made)]
     for drafts in (1, 2, 3, 4):
         assert [tokens for tokens, _ in texts(backend="reference", draft_tokens=drafts, invariant=True, weights=made)] == plain
+
+
+@pytest.mark.parametrize("made", among(["fp8-a8"], MADE))
+def test_drafts_batches_chunks_and_devices_change_nothing(made: str):
+    plain = [tokens for tokens, _ in texts(backend="reference", draft_tokens=0, invariant=True, weights=made)]
     drafted = texts(backend="reference", draft_tokens=5, invariant=True, weights=made)
     assert [tokens for tokens, _ in drafted] == plain
     assert any(sum(rounds) for _, rounds in drafted)

@@ -21,6 +21,7 @@ from polydraft.program.declare import Column, LogitsStage, Parameter
 from polydraft.sampling.processing import Stage
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
+from tests.support.depth import first
 from tests.support.plugin_doubles import backend
 from tests.support.runs import Ask, drive, essence, solo
 
@@ -140,13 +141,13 @@ def test_a_wrong_parameter_on_the_command_line(asked: tuple[str, ...], said: str
     assert said in capsys.readouterr().err
 
 
-def test_conform_knows_the_contract_of_a_plugin(capsys: pytest.CaptureFixture[str]) -> None:
-    for where in (["reference"], ["--matrix", "reference"]):
-        with pytest.raises(SystemExit) as exit_:
-            main(["conform", *where, "--plugin", FILE, "--contract", "scale_logits", "--case", "rows_of_several_slots", "--json"])
-        said = capsys.readouterr()
-        assert exit_.value.code == 0, said.err
-        assert "scale_logits" in said.out
+@pytest.mark.parametrize("where", first(1, [["reference"], ["--matrix", "reference"]]), ids=" ".join)
+def test_conform_knows_the_contract_of_a_plugin(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["conform", *where, "--plugin", FILE, "--contract", "scale_logits", "--case", "rows_of_several_slots", "--json"])
+    said = capsys.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert "scale_logits" in said.out
 
 
 def test_conform_still_says_what_no_plugin_brings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,16 @@ def script(
     )
 
 
+def forked_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`polydraft` in a process that has imported Paddle already, with variables of `environment` set behind that."""
+    return forked(
+        "import json, os, sys; from polydraft.cli import main\n"
+        "os.environ |= json.loads(sys.argv.pop(1)); sys.exit(main(sys.argv[1:]))",
+        json.dumps(environment),
+        *arguments,
+    )
+
+
 def forked(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`script` in a process that has imported Paddle already, which saves most of the time of short ones."""
     return warm.run(code, *arguments, timeout=0.9 * progress.timeout_s())

@@ -441,7 +441,7 @@ def test_bench_as_json_and_into_a_file(bench: Callable[..., Result], tmp_path: P
     assert {row["shape"] for row in result.json["rows"]} == {"narrow"}
 
 
-@pytest.mark.parametrize("example", first(2, [line.split()[2:] for line in EXAMPLES.splitlines()[2:]]), ids=" ".join)
+@pytest.mark.parametrize("example", first(1, [line.split()[2:] for line in EXAMPLES.splitlines()[2:]]), ids=" ".join)
 def test_every_example_of_the_help_runs(
     command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: list[str]
 ) -> None:

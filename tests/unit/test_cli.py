@@ -834,7 +834,13 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize(("flags", "variables"), [(("--no-color",), {}), ((), {"NO_COLOR": "1"})], ids=["flag", "variable"])
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        pytest.param(("--no-color",), {}, id="flag"),
+        pytest.param((), {"NO_COLOR": "1"}, id="variable", marks=pytest.mark.deep),  # `test_environment.py` reads it
+    ],
+)
 def test_a_terminal_without_colours(flags: tuple[str, ...], variables: Mapping[str, str]):
     status, sent = terminal(*TINY, *flags, CI="1", **variables)
     assert status == 0

@@ -23,7 +23,7 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack, stacked
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
-from tests.support.depth import among
+from tests.support.depth import among, crossed
 
 pytestmark = needs_kernels
 NUMERIC = (
@@ -95,8 +95,7 @@ def keeps_packed(contract: str, level: str, packing: str) -> None:
         device.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("level", "packing"), crossed(2, LEVELS, PACKINGS))
 def test_every_level_keeps_packed_weights(level: str, packing: str):
     keeps_packed("linear", level, packing)
 
@@ -125,11 +124,13 @@ def test_packed_products_of_any_shape(level: str, data: st.DataObject):
 
 
 # -- a row's bits ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(
-    "weights", ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"]
-)
+    ("level", "dtype", "weights"),
+    crossed(
+        2, LEVELS, ["f32", "bf16"],
+        ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"],
+    ),
+)  # fmt: skip
 def test_a_rows_bits_depend_on_nothing_else(level: str, dtype: str, weights: str):
     """Width of the launch, place in it and number of threads, at sizes where threads are used."""
     rng = np.random.default_rng(3)

@@ -102,7 +102,8 @@ def test_every_k_in_every_mode(num_drafts: int, options: dict[str, Any]) -> None
 def test_the_demo_model_writes_the_oracles_text(num_prompts: int, num_tokens: int, spec: str, num_drafts: int) -> None:
     """The checkpoint is in bfloat16 and stays in it without a change of any number: the oracle in float64 agrees."""
     served_by = LLM(backend="cpu", device=spec, draft_tokens=num_drafts).engine
-    asks = [Ask(demo_prompt(text), SamplingParams(max_new_tokens=num_tokens), i) for i, text in enumerate(CODE_PROMPTS[:num_prompts])]
+    params, prompts = SamplingParams(max_new_tokens=num_tokens), CODE_PROMPTS[:num_prompts]
+    asks = [Ask(demo_prompt(text), params, i) for i, text in enumerate(prompts)]
     for ask, output in zip(asks, drive(served_by, asks), strict=True):
         greedy = greedy_rounds(oracle(""), ask.prompt_ids, num_drafts, num_tokens, ask.stop_ids)
         assert (output.token_ids, output.rounds) == (tuple(greedy.token_ids), tuple(greedy.rounds))

@@ -19,12 +19,14 @@ from polydraft.contracts.docs import render
 from polydraft.errors import ConfigError, PluginError, RequestError
 from polydraft.program.declare import Column, LogitsStage, Parameter
 from polydraft.sampling.processing import Stage
+from tests.conformance.conftest import one_process
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import first
 from tests.support.plugin_doubles import backend
 from tests.support.runs import Ask, drive, essence, solo
 
+__all__ = ["one_process"]  # the fixture
 FILE = str(Path(tiny.__file__).with_name("scale_stage.py"))
 """Loaded as a plugin alone: it adds a contract, which no other test is to meet."""
 PROMPT = [3, 1, 4, 1, 5]
@@ -141,6 +143,7 @@ def test_a_wrong_parameter_on_the_command_line(asked: tuple[str, ...], said: str
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("where", first(1, [["reference"], ["--matrix", "reference"]]), ids=" ".join)
 def test_conform_knows_the_contract_of_a_plugin(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:

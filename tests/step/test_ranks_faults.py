@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +283,8 @@ def test_a_process_that_dies_or_stops_is_named(fatal: signal.Signals):
             ended(running, *words)
         finally:
             if fatal == signal.SIGSTOP:
-                os.kill(process, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # whoever watched it may have ended it
+                    os.kill(process, signal.SIGKILL)
 
 
 @NATIVE

@@ -62,10 +62,15 @@ def of_drafts(output: RequestOutput) -> list[Any]:
 
 
 @functools.cache
+def by_itself(num_drafts: int, **options: Any) -> Engine:
+    """The engine of requests that are served one by one, none of which leaves anything to another."""
+    return engine(MODEL, **{"draft_tokens": num_drafts, "max_num_seqs": 1, "logprobs": TOP, "prefix_cache": False, **options})
+
+
+@functools.cache
 def alone(ask: Ask, num_drafts: int = 3, **options: Any) -> RequestOutput:
     """The request alone on the reference."""
-    running = engine(MODEL, draft_tokens=num_drafts, max_num_seqs=1, logprobs=TOP, **options)
-    return drive(running, [replace(ask, arrival=0)])[0]
+    return drive(by_itself(num_drafts, **options), [replace(ask, arrival=0)])[0]
 
 
 # -- the numbers --------------------------------------------------------------------------------------------------------

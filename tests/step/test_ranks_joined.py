@@ -19,7 +19,7 @@ from polydraft.errors import DeviceError
 from polydraft.plugins.program_pass import Entry, Node, OwnKernel, Rewritten, UnboundProgram
 from tests.support import tiny
 from tests.support.emulator import Emulator, EmulatorTable
-from tests.support.of_ranks import OPTIONS, asks, on_one_rank
+from tests.support.of_ranks import OPTIONS, asks, on_one_core, on_one_rank
 from tests.support.runs import drive, essence
 
 PARTS = ("all_reduce", "residual_add", "rms_norm")
@@ -86,11 +86,12 @@ def joining(launched: Counter[int], joins: Callable[[int], bool] = lambda rank: 
 @contextmanager
 def over(ranks: int, plugin: Any, **options: Any) -> Iterator[Engine]:
     given = {**OPTIONS, "graph": "decode", "tensor_parallel": ranks, **options}
-    made = LLM(model=str(tiny.checkpoint("narrow")), plugin=plugin, plugins=tiny.PLUGINS, **given).engine
-    try:
-        yield made
-    finally:
-        made.close()
+    with on_one_core(ranks > 1):
+        made = LLM(model=str(tiny.checkpoint("narrow")), plugin=plugin, plugins=tiny.PLUGINS, **given).engine
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 @pytest.mark.parametrize(("ranks", "drafts"), [(2, 3), (4, 0)])

@@ -3,7 +3,8 @@ texts are the same; where a rank's would begin in the middle of what is packed t
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from polydraft.models.ranks import OfRank, of_ranks, shares_of
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among
-from tests.support.of_ranks import served, split
+from tests.support.of_ranks import on_one_core, served, split
 from tests.support.packed_models import WIDE, checkpoint
 from tests.support.published_packings import PUBLISHED
 from tests.support.runs import essence
@@ -26,9 +27,11 @@ from tests.support.runs import essence
 PROMPTS = [[5, 9, 11, 4], [7] * 9, [3, 8, 3, 8, 3, 8, 3]]
 
 
-def opened(model: Path, ranks: int, **options: Any) -> Any:
-    given = {"max_num_seqs": 3, "block_size": 4, "backend": "reference", "draft_tokens": 3, "tensor_parallel": ranks, **options}
-    return closing(LLM(model=str(model), **given))
+@contextmanager
+def opened(model: Path, ranks: int, **options: Any) -> Iterator[LLM]:
+    given: dict[str, Any] = {"max_num_seqs": 3, "block_size": 4, "backend": "reference", "draft_tokens": 3, "tensor_parallel": ranks, **options}
+    with on_one_core(ranks > 1 and given["backend"] != "cpu"), closing(LLM(model=str(model), **given)) as llm:
+        yield llm
 
 
 def texts(llm: LLM) -> list[tuple[Any, Any]]:

@@ -120,11 +120,13 @@ def test_a_shared_block_ends_where_the_next_token_differs(block_size: int) -> No
 def test_a_conversation_that_goes_on_shares_only_rows_that_the_draft_has_seen() -> None:
     """Nobody drafts behind the last window of a request that ends, so the MTP rows of that window do not exist."""
     running = engine("narrow", draft_tokens=3, max_num_seqs=1, block_size=2)
+    apart = engine("narrow", draft_tokens=3, max_num_seqs=1, prefix_cache=False)
     for num_tokens in range(2, 14):
         (first,) = drive(running, [Ask(PROMPT[num_tokens : num_tokens + 5], SamplingParams(max_new_tokens=num_tokens))])
         longer = (*first.prompt_ids, *first.token_ids, 1, 2, 3)
         before = running.ledger.num_hits
-        alone = draft_cache(engine("narrow", draft_tokens=3, prefix_cache=False), longer)
+        alone = draft_cache(apart, longer)
+        finish(apart)
         assert np.array_equal(draft_cache(running, longer), alone), num_tokens
         assert running.ledger.num_hits > before
         finish(running)

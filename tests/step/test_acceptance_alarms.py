@@ -81,6 +81,7 @@ def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> 
     llm.close()
 
 
+@pytest.mark.deep  # the unit tests of alarms have loops
 def test_a_text_that_loops(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(draft_tokens=2, max_num_seqs=2)
     loop = SamplingParams(max_new_tokens=250, ignore_eos=True, logit_bias={llm.engine.tokenizer.encode("a")[-1]: 100.0})

@@ -239,6 +239,7 @@ def test_rows_that_graphs_lose() -> None:
     served_by.close()
 
 
+@pytest.mark.deep  # `make test` has rows that graphs lose
 def test_rows_of_weights_that_are_gone(tmp_path: Path) -> None:
     changed, rng = Path(shutil.copytree(tiny.checkpoint(MODEL), tmp_path / "changed")), np.random.default_rng(1)
     write(changed, {name: one + rng.standard_normal(one.shape) * one.std() for name, one in tiny.weights(MODEL).items()})

@@ -94,7 +94,7 @@ def test_a_seed_is_a_run() -> None:
         served_by = narrow(f"seed={seed}", 2)
         device: Any = served_by.device
         left: list[int] = []
-        some = [Ask((1, 2, 3), replace(GREEDY, max_new_tokens=16))]
+        some = [Ask((1, 2, 3), replace(GREEDY, max_new_tokens=8))]
         drive(served_by, some, each_step=lambda engine: left.append(device.outstanding))
         served_by.close()
         return left

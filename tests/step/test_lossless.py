@@ -495,6 +495,7 @@ def test_a_wrong_token_that_is_no_tie_is_found() -> None:
         count_ties("", ask, replace(right, token_ids=tuple(wrong)))
 
 
+@pytest.mark.deep  # `test_mtp_options.py` has every convention
 def test_a_draft_head_with_another_convention_shows_in_the_rounds_alone() -> None:
     """The demo's head run with its halves swapped (as DeepSeek's are): every token stays, nearly every draft goes."""
     ask = Ask(demo_prompt(PROMPTS[0]), SamplingParams(max_new_tokens=20))

@@ -29,6 +29,7 @@ def mean_tokens_a_round(device: str, num_drafts: int, prompts: tuple[str, ...], 
     return mean
 
 
+@pytest.mark.deep  # in `make test` the rounds of the backend `cpu` and of an emulator are the oracle's
 @pytest.mark.parametrize("num_drafts", TOKENS_PER_ROUND)
 def test_rounds_equal_the_oracle(num_drafts: int) -> None:
     prompts = (*CODE_PROMPTS[:2], STOPPING_PROMPT)

@@ -271,7 +271,7 @@ NARROWED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "drafts", "tokens"), among([("narrow", 2, 3, 40)], NARROWED))
+@pytest.mark.parametrize(("model", "ranks", "drafts", "tokens"), [*map(deep, NARROWED)])
 def test_a_reduced_draft_vocabulary(model: str, ranks: int, drafts: int, tokens: int):
     """With few tokens some rank has none of them."""
     vocab = tiny.CONFIGS[model]["vocab_size"]

@@ -34,6 +34,7 @@ from polydraft.reference.queued import QueuedDevice
 from polydraft.step.graphs import CapturedSteps
 from polydraft.step.runner import Runner
 from tests.support import tiny
+from tests.support.depth import deep
 from tests.support.emulator import emulated
 from tests.support.of_ranks import OPTIONS, split
 
@@ -156,6 +157,7 @@ def test_a_rank_that_skips_a_draft_pass_is_named(monkeypatch: pytest.MonkeyPatch
         ended(running, "rank 1 did not come to collective", "of step 3")
 
 
+@pytest.mark.deep  # `make test` has one that skips them once
 def test_a_rank_that_skips_drafts_for_good_is_named(monkeypatch: pytest.MonkeyPatch):
     launched = Runner._run
 
@@ -371,11 +373,11 @@ def test_ranks_that_come_late_change_nothing(seed: int):
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("ranks=stall@2:60", ("rank 2 did not come to collective", "its last was collective")),
+        deep(("ranks=stall@2:60", ("rank 2 did not come to collective", "its last was collective"))),
         ("ranks=dead@1:60", ("rank 1 failed", "the device of rank 1 was lost, as ranks=dead@1:60 asks")),
-        ("ranks=dead@0:60", ("the device of rank 0 was lost",)),
+        deep(("ranks=dead@0:60", ("the device of rank 0 was lost",))),
         ("ranks=skip@3:60", ("rank 3 came to collective", "rank 0 for")),
-        ("ranks=late,skip@0:60", ("rank 1 came to collective", "rank 0 for")),
+        deep(("ranks=late,skip@0:60", ("rank 1 came to collective", "rank 0 for"))),
     ],
 )
 def test_what_the_emulator_does_to_ranks_is_named(query: str, words: tuple[str, ...]):

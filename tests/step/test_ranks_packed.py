@@ -29,7 +29,14 @@ PROMPTS = [[5, 9, 11, 4], [7] * 9, [3, 8, 3, 8, 3, 8, 3]]
 
 @contextmanager
 def opened(model: Path, ranks: int, **options: Any) -> Iterator[LLM]:
-    given: dict[str, Any] = {"max_num_seqs": 3, "block_size": 4, "backend": "reference", "draft_tokens": 3, "tensor_parallel": ranks, **options}
+    given: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "block_size": 4,
+        "backend": "reference",
+        "draft_tokens": 3,
+        "tensor_parallel": ranks,
+        **options,
+    }
     with on_one_core(ranks > 1 and given["backend"] != "cpu"), closing(LLM(model=str(model), **given)) as llm:
         yield llm
 

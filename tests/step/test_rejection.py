@@ -251,5 +251,6 @@ def test_texts_of_certain_drafts_are_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.deep  # the check of the kit sees them, and that of their contract
 def test_texts_of_a_wrong_sampler_are_not(name: str) -> None:
     assert chi_square(params(max_new_tokens=LENGTH, **FILTERS), plugin=backend_with(**wrong_kernels(name))) < ALPHA

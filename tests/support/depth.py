@@ -50,6 +50,12 @@ def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
     return chosen
 
 
+def alternate(*axes: Iterable[Any]) -> list[Any]:
+    """Combinations of the axes as `crossed(2, ...)` takes them; all others are for `make deep`, however many."""
+    places = itertools.product(*(enumerate(axis) for axis in axes))
+    return [values if sum(at) % 2 == 0 else deep(values) for at, values in (zip(*one, strict=True) for one in places)]
+
+
 def thin(items: Sequence[pytest.Item]) -> None:
     """Of the tests `items`, leave to `make deep` one of the two that a function has, by turns the second and the first; of more,
     take the first and every fifth, from nine on every seventh: steps that are no lengths of axes, so that with the number of

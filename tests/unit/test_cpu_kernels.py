@@ -23,7 +23,7 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack, stacked
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
-from tests.support.depth import among, crossed
+from tests.support.depth import alternate, among
 
 pytestmark = needs_kernels
 NUMERIC = (
@@ -51,9 +51,7 @@ def product(spec: str, x: np.ndarray, w: Matrix, bias: np.ndarray | None = None,
 
 
 # -- levels ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NUMERIC)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("level", "name", "dtype"), alternate(LEVELS, NUMERIC, ["f32", "bf16"]))
 def test_every_level_keeps_every_contract(level: str, name: str, dtype: str):
     kernel: Any = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
     device, table = opened(f"cpu?isa={level}&threads=2", dtype)
@@ -95,7 +93,7 @@ def keeps_packed(contract: str, level: str, packing: str) -> None:
         device.close()
 
 
-@pytest.mark.parametrize(("level", "packing"), crossed(2, LEVELS, PACKINGS))
+@pytest.mark.parametrize(("level", "packing"), alternate(LEVELS, PACKINGS))
 def test_every_level_keeps_packed_weights(level: str, packing: str):
     keeps_packed("linear", level, packing)
 
@@ -126,8 +124,8 @@ def test_packed_products_of_any_shape(level: str, data: st.DataObject):
 # -- a row's bits ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("level", "dtype", "weights"),
-    crossed(
-        2, LEVELS, ["f32", "bf16"],
+    alternate(
+        LEVELS, ["f32", "bf16"],
         ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"],
     ),
 )  # fmt: skip

@@ -400,7 +400,7 @@ def test_texts_and_rounds_are_equal_with_and_without_composites():
         c for c in COMPOSITES if c in LLM(model=str(tiny.checkpoint("narrow")), backend="reference").engine.table.providers
     )
     assert len(owned) >= 3
-    params = [SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.9, seed=5)]
+    params = [SamplingParams(max_new_tokens=5), SamplingParams(max_new_tokens=5, temperature=0.9, top_p=0.9, seed=5)]
     prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):"]
     outcomes: list[Any] = []
     for llm in (LLM(backend="reference"), LLM(plugin=backend_without(*owned))):

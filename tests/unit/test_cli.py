@@ -34,6 +34,7 @@ from polydraft.contracts import COMPOSITES, REGISTRY
 from polydraft.contracts.docs import render
 from polydraft.contracts.features import FEATURES
 from polydraft.output.request_output import RequestOutput
+from polydraft.plugins import plugins
 from tests.support import tiny
 from tests.support.meddling import byte_checkpoint
 from tests.support.project import ROOT
@@ -895,6 +896,14 @@ def test_doctor_json(run: Callable[..., Result]):
 
 
 @pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` looks at the reference and at what a test installs: the devices of the others take seconds, and `test_doctor` and
+    `test_doctor_json` look at them."""
+    survey, others = plugins.survey, {"cpu", "cuda", "emulator", "null", "paddle", "xpu"}
+    monkeypatch.setattr(plugins, "survey", lambda: (found for found in survey() if found.name not in others))
+
+
+@pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Install packages of one file each into a folder of their own, as pip would leave them."""
     folder = tmp_path / "site-packages"
@@ -918,6 +927,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         del sys.modules[name]
 
 
+@pytest.mark.usefixtures("few")
 def test_doctor_shows_what_is_broken_or_missing(run: Callable[..., Result], install: Callable[..., None]):
     install("shattered", "import no_such_library_at_all\n", group="backends")
     away = """
@@ -972,6 +982,7 @@ def polydraft_open_device(spec, options):
 """
 
 
+@pytest.mark.usefixtures("few")
 def test_a_device_that_does_not_open_hides_no_other_backend(run: Callable[..., Result], install: Callable[..., None]):
     install("quick", PACK, group="kernels")
     install("stuck", STUCK, group="backends")
@@ -981,6 +992,7 @@ def test_a_device_that_does_not_open_hides_no_other_backend(run: Callable[..., R
     assert [override["contract"] for override in found["reference"]["overrides"]] == ["swiglu"]
 
 
+@pytest.mark.usefixtures("few")
 def test_doctor_shows_what_a_pack_replaces(run: Callable[..., Result], install: Callable[..., None]):
     install("quick", PACK, group="kernels")
     assert "quick" in run("doctor", "--json").json["packs"]
@@ -991,6 +1003,7 @@ def test_doctor_shows_what_a_pack_replaces(run: Callable[..., Result], install: 
     assert "no plugin 'slow'" in run("doctor", "--kernels", "slow").error
 
 
+@pytest.mark.usefixtures("few")
 def test_doctor_shows_packages_that_overwrite_each_other(
     run: Callable[..., Result], install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ):

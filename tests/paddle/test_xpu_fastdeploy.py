@@ -145,9 +145,7 @@ def test_each_adaptor_holds_its_contract_with_every_version_that_was_read():
 @needs_paddle
 @pytest.mark.deep
 def test_each_adaptor_holds_its_contract_where_rows_are_kept_or_arguments_named_otherwise():
-    accepted, unnamed = holds(
-        "cpu", {"STAND_INS_KEEP": "accepted rows", "STAND_INS_LACK": "fast_swiglu_xpu"}, {"UNNAMED": "yes"}
-    )
+    accepted, unnamed = holds("cpu", {"STAND_INS_KEEP": "accepted rows", "STAND_INS_LACK": "fast_swiglu_xpu"}, {"UNNAMED": "yes"})
     assert accepted["wrong"] == unnamed["wrong"] == []
     assert unnamed["served"] == sorted({one.contract for one in ADAPTORS})
     assert accepted["left_out"] == {"swiglu": "the installed FastDeploy does not fit: fast_swiglu_xpu is not there"}

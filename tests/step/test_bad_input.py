@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
+from polydraft.conformance.probe import tokenizer_json
 from polydraft.device import Array
 from polydraft.errors import CapabilityError, ConfigError, RequestError
 from tests.support import runs, tiny
@@ -19,6 +22,7 @@ from tests.support.depth import crossed
 from tests.support.meddling import Meddle, MeddlingPlugin
 from tests.support.plugin_doubles import backend_without
 from tests.support.runs import Ask, drive, essence, solo
+from tools import make_checkpoint
 
 MODEL, K = "shared", 3
 VOCAB, MODEL_LEN = tiny.CONFIGS[MODEL]["vocab_size"], 96
@@ -75,6 +79,18 @@ def test_bad_prompt(device: str, name: str):
     assert sorted(engine.requests) == ids
     done = finish(engine)
     assert [essence(done[i]) for i in ids] == [essence(alone(p)) for p in PROMPTS[:2]]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path):
+    """A text may then become an id that no row of the embedding stands for: it is refused as the id itself is."""
+    config = {**make_checkpoint.FAMILIES["qwen2"], "vocab_size": 24}
+    directory = make_checkpoint.make(tmp_path / "model", config)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(26)), encoding="utf-8")
+    with LLM(model=str(directory), backend="reference") as llm:
+        with pytest.raises(RequestError, match="prompt token 1 is 24, wanted an id from 0 to 23; use this model's tokenizer"):
+            llm.generate("w23 w24", FREE)
+        (output,) = llm.generate("w23 w22", SamplingParams(max_new_tokens=2, ignore_eos=True))
+        assert (output.prompt_ids, len(output.token_ids)) == ((23, 22), 2)
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:

@@ -55,7 +55,7 @@ class InputProcessor:
             )
         stop_token_ids = self._stop_token_ids(params)
         self._check_thinking(params, stop_token_ids)
-        prompt_ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else self._checked_ids(prompt)
+        prompt_ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         request = Request(
             id=request_id,
             prompt_ids=prompt_ids,

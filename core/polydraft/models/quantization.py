@@ -358,6 +358,17 @@ class _Section:
             self.refuse(key, "a list of names")
         return tuple(value)
 
+    def modules(self, key: str) -> tuple[str, ...]:
+        """Names of modules, or of classes of them, or "re:" and a pattern of names."""
+        found = self.names(key)
+        try:
+            for entry in found:
+                if entry.startswith("re:"):
+                    re.compile(entry[3:])
+        except (re.error, OverflowError, RecursionError) as error:
+            self.refuse(key, f"names, or 're:' with a regular expression ({error})")
+        return found
+
     def part(self, key: str) -> _Section | None:
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
@@ -422,9 +433,10 @@ def _compressed_tensors(section: _Section) -> Read:
     found = []
     for name in groups.values:
         group = groups.part(name)
-        assert group is not None, "it has a value"
-        found.append(Group(group.names("targets"), _compressed(group, section.values.get("format"))))
-    return tuple(found), section.names("ignore")
+        if group is None:
+            groups.refuse(name, "how a group of modules is quantised")
+        found.append(Group(group.modules("targets"), _compressed(group, section.values.get("format"))))
+    return tuple(found), section.modules("ignore")
 
 
 def _compressed(group: _Section, usual: Any) -> Layout:

@@ -14,8 +14,9 @@ from polydraft.conformance.oracle.checkpoints import random_tensors, write_check
 from polydraft.contracts.packing import PackedWeight
 from polydraft.errors import CheckpointError
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
+from polydraft.models.config_file import ConfigFile
 from polydraft.models.families import FamilyRegistry
-from polydraft.models.quantization import Bytes, PackQuantized
+from polydraft.models.quantization import Bytes, PackQuantized, quantization
 from polydraft.models.weights import AsStored
 from tests.support.published_packings import PUBLISHED, packed
 from tools.make_checkpoint import BASE, FAMILIES
@@ -98,7 +99,9 @@ def test_what_is_stored_in_floats_stays_so(tmp_path: Path):
     assert np.array_equal(weights["mtp.0.proj"], meant["model.mtp_layers.0.input_proj.weight"])
 
 
-def test_groups_of_modules_have_their_own_scheme(tmp_path: Path):
+@pytest.mark.parametrize("nearest_first", [True, False], ids=["nearest first", "nearest last"])
+def test_groups_of_modules_have_their_own_scheme(tmp_path: Path, nearest_first: bool):
+    """A pattern comes before a class of modules, whichever group is listed first, as in the formats' own library."""
     tensors, config, meant = stored(MIMO, "ct-int8-w8a16")
     other, said = PUBLISHED["ct-fp8-channel"], config["quantization_config"]
     down = "model.layers.0.mlp.down_proj."
@@ -111,11 +114,42 @@ def test_groups_of_modules_have_their_own_scheme(tmp_path: Path):
         "format": "float-quantized",
     }
     rest = {**said["config_groups"]["group_0"], "format": "pack-quantized"}
-    config["quantization_config"] = {**said, "format": "mixed-precision", "config_groups": {"group_0": first, "group_1": rest}}
+    groups = dict(zip(("group_0", "group_1"), (first, rest) if nearest_first else (rest, first), strict=True))
+    config["quantization_config"] = {**said, "format": "mixed-precision", "config_groups": groups}
     weights = opened(write_checkpoint(tmp_path, config, tensors))
     assert {name: one.name for name, one in weights.packings.items()}[DOWN] == "fp8-channel-a8"
     assert weights.packings[QKV].name == "int8-channel"
     assert np.array_equal(weights[DOWN], meant[f"{down}weight"])
+
+
+def test_a_module_named_in_full_comes_before_patterns_and_classes():
+    groups = {
+        f"group_{i}": {**PUBLISHED[name].config["config_groups"]["group_0"], "targets": targets, "format": form}
+        for i, (name, form, targets) in enumerate((
+            ("ct-int4", "pack-quantized", ["Linear"]),
+            ("ct-int8-w8a16", "pack-quantized", ["re:.*down_proj", "re:.*up_proj"]),
+            ("ct-fp8-channel", "float-quantized", ["model.layers.1.mlp.down_proj"]),
+        ))
+    }  # fmt: skip
+    found = quantization(ConfigFile(Path("config.json"), {"quantization_config": settings("ct-int4", config_groups=groups)}))
+    assert found is not None
+    for module, packing in (
+        ("model.layers.1.mlp.down_proj", "fp8-channel-a8"),
+        ("model.layers.0.mlp.down_proj", "int8-channel"),
+        ("model.layers.1.mlp.gate_proj", "int4-group32"),
+    ):
+        layout = found.layout(module)
+        assert layout is not None
+        assert layout.packing.name == packing
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("ct-")])
+def test_older_writers_called_compressed_files_frozen(tmp_path: Path, name: str):
+    tensors, config, meant = stored(MIMO, name)
+    config["quantization_config"] = settings(name, quantization_status="frozen")
+    weights = opened(write_checkpoint(tmp_path, config, tensors))
+    assert weights.packings[DOWN].name == PUBLISHED[name].packing
+    assert np.array_equal(weights[DOWN], meant["model.layers.0.mlp.down_proj.weight"])
 
 
 def test_biases_of_zeros_that_a_quantiser_added_are_let_be(tmp_path: Path):
@@ -209,9 +243,6 @@ def test_shapes_that_no_word_holds_are_refused():
 
 
 def _layout(name: str) -> Any:
-    from polydraft.models.config_file import ConfigFile
-    from polydraft.models.quantization import quantization
-
     found = quantization(ConfigFile(Path("config.json"), {"quantization_config": PUBLISHED[name].config}))
     assert found is not None
     return found.layout("any")

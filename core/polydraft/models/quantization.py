@@ -280,8 +280,15 @@ class Group:
     targets: tuple[str, ...]
     layout: Layout
 
-    def has(self, module: str) -> bool:
-        return any(target == "Linear" or _names(target, module) for target in self.targets)
+    def specific(self, module: str) -> int:
+        """How closely the nearest of `targets` names a module: 3 by its name, 2 by a pattern, 1 by its class, 0 not at all."""
+        return max((_specific(target, module) for target in self.targets), default=0)
+
+
+def _specific(target: str, module: str) -> int:
+    if _names(target, module):
+        return 2 if target.startswith("re:") else 3
+    return int(target == "Linear")
 
 
 def _names(entry: str, module: str) -> bool:
@@ -300,8 +307,9 @@ class Quantization:
     """Modules that must not be packed."""
 
     def layout(self, module: str) -> Layout | None:
-        """Of a module's matrix, where it is packed."""
-        return next((group.layout for group in self.groups if group.has(module)), None)
+        """Of a module's matrix, where it is packed: that of the group which names it most closely, among equals the first."""
+        group = max(self.groups, key=lambda group: group.specific(module))
+        return group.layout if group.specific(module) else None
 
     def ignores(self, module: str) -> bool:
         return any(_names(entry, module) for entry in self.ignored)
@@ -426,7 +434,7 @@ def _compressed_tensors(section: _Section) -> Read:
         part = section.part(key)
         if part is not None and part.values and part.values.get("format", None) != what:
             section.refuse(key, "none: nothing sparse or transformed is read")
-    section.choice("quantization_status", "compressed")
+    section.choice("quantization_status", "compressed", "frozen")  # older writers said the second of compressed files, too
     groups = section.part("config_groups")
     if groups is None or not groups.values:
         section.refuse("config_groups", "groups of modules")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from polydraft.errors import CapabilityError, CheckpointError
 from polydraft.models.config_file import ConfigFile
 
 __all__ = ["Rope", "Rotation"]
+
+Result = TypeVar("Result")
 
 MOST_DIMS: Final = 1 << 14
 """Elements of a head at most, many times those of any model: each pair that turns is gone through by itself."""
@@ -77,7 +79,7 @@ class Rotation:
                 f"among {', '.join(KINDS)}; use a model with one of those"
             )
         share = keys.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
-        dims = int(head_dim * share)
+        dims = int(head_dim * min(share, 2.0))
         if not 0 < dims <= head_dim or dims % 2:
             raise CheckpointError(
                 f"{config.path}: partial_rotary_factor is {share} of head_dim {head_dim}, wanted an even number of elements "
@@ -91,13 +93,23 @@ class Rotation:
 
     def rope(self, style: Literal["half", "interleaved"]) -> Rope:
         """The table of frequencies, and the factor of the angles' cosines and sines."""
-        frequencies, factor = KINDS[self.kind].turn(self)
+        frequencies, factor = self._worked_out(KINDS[self.kind].turn)
         return Rope(tuple(frequencies.tolist()), style, factor)
 
     @property
     def max_len(self) -> int:
         """Tokens of the longest text that the scaling is meant for."""
-        return KINDS[self.kind].max_len(self)
+        return self._worked_out(KINDS[self.kind].max_len)
+
+    def _worked_out(self, rule: Callable[[Rotation], Result]) -> Result:
+        """What a rule makes of it. Raises `CheckpointError` where numbers lead nowhere: a logarithm of 0, sizes without end."""
+        try:
+            return rule(self)
+        except ArithmeticError as error:
+            raise CheckpointError(
+                f"{self.config.path}: {self.section} is {dict(self.keys.values)} with a rope_theta of {self.theta}, got {error}, "
+                "wanted numbers that make frequencies; use the config.json of these weights"
+            ) from error
 
     @property
     def trained(self) -> int:

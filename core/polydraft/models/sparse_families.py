@@ -195,6 +195,10 @@ class Qwen3Moe(Sparse):
     def is_sparse(self, config: ConfigFile, layer: int) -> bool:
         """Every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list."""
         dense = config.values.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(one) is not int for one in dense):
+            raise CheckpointError(
+                f"{config.path}: mlp_only_layers is {dense!r}, wanted a list of layers; use the config.json of these weights"
+            )
         return layer not in dense and (layer + 1) % config.integer("decoder_sparse_step", 1) == 0
 
     def experts(self, config: ConfigFile) -> SparseMoe:

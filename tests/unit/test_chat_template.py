@@ -143,7 +143,7 @@ def test_special_tokens_in_every_spelling(tmp_path: Path) -> None:
     assert found.render(CHATS[0], variables={"bos_token": "mine"}) == "mine|</s>||<unk>"
 
 
-@pytest.mark.parametrize("value", [[], [{"name": "rag", "template": "x"}], {"default": "x"}, 3])
+@pytest.mark.parametrize("value", [[], [{"name": "rag", "template": "x"}], {"default": "x"}, 3, [{"name": ["default"]}]])
 def test_no_default_template(tmp_path: Path, value: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template has no default"):
@@ -156,6 +156,13 @@ def test_malformed_files(tmp_path: Path) -> None:
         ChatTemplate.from_dir(tmp_path)
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja.* does not compile, got .*\(line 2\)"):
         template("a\n{% for %}").render(CHATS[0])
+
+
+@pytest.mark.parametrize("source", ["{{ f(x=1, x=2) }}", "{{ " + "9" * 5000 + " }}", "{{ " + "(" * 3000 + ")" * 3000 + " }}"])
+def test_templates_that_python_cannot_compile(source: str) -> None:
+    """Jinja lets what Python says of its code through as it is."""
+    with pytest.raises(CheckpointError, match=r"^here: the chat template does not compile, got .*, wanted Jinja"):
+        ChatTemplate(source, Path("here"), {}).compile()
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

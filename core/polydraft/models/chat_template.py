@@ -116,6 +116,10 @@ class ChatTemplate:
                 f"{self.file}: the chat template does not compile, got {error} (line {error.lineno}), wanted Jinja; "
                 f"correct the template"
             ) from error
+        except Exception as error:  # what Python makes of it: names given twice, numbers and nesting without end
+            raise CheckpointError(
+                f"{self.file}: the chat template does not compile, got {error!r}, wanted Jinja; correct the template"
+            ) from error
 
 
 def _is_message(value: object) -> bool:
@@ -128,13 +132,13 @@ def _is_message(value: object) -> bool:
 def _configured_template(file: Path, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    named: dict[object, object] = {}
+    named: dict[str, object] = {}
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        named = {str(item.get("name")): item.get("template") for item in value if isinstance(item, dict)}
     default = named.get("default")
     if not isinstance(default, str):
         raise CheckpointError(
-            f"{file}: chat_template has no default, got {sorted(map(str, named))}, wanted a string or a list with a "
+            f"{file}: chat_template has no default, got {sorted(named)}, wanted a string or a list with a "
             f'{{"name": "default", "template": ...}}; save the template as chat_template.jinja'
         )
     return default

@@ -63,3 +63,14 @@ def test_a_configuration_of_another_family_is_refused(tmp_path: Path, capsys: py
     with pytest.raises(SystemExit):
         main(["mimo", str(tmp_path / "mimo"), "--config", str(tmp_path / "llama" / "config.json")])
     assert "is of LlamaForCausalLM, wanted MiMoForCausalLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [{}, {"head_dim": None, "num_key_value_heads": None, "num_nextn_predict_layers": None}])
+def test_a_configuration_that_leaves_the_size_of_heads_to_others(tmp_path: Path, said: dict[str, None]):
+    """As those of Llama and Mistral do, with absent keys or null."""
+    kept = {key: value for key, value in FAMILIES["llama"].items() if key not in ("head_dim", "num_key_value_heads")}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **said}))
+    main(["llama", str(tmp_path / "model"), "--config", str(tmp_path / "config.json")])
+    with Checkpoint(tmp_path / "model") as opened:
+        assert opened.shape("model.layers.0.self_attn.k_proj.weight") == (48, 48)
+    assert generated(tmp_path / "model", 0)[0]

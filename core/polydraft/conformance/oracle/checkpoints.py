@@ -41,8 +41,9 @@ TINY_MIMO: dict[str, Any] = {
 def block_shapes(config: Mapping[str, Any], *, sparse: bool = False) -> dict[str, tuple[int, ...]]:
     """Name below a layer's prefix to shape, in the layout of Llama, which Qwen, MiMo, GLM and ERNIE share; with experts in place
     of the gated network where it is `sparse`."""
-    h, d = config["hidden_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    h, heads = config["hidden_size"], config["num_attention_heads"]
+    d = config.get("head_dim") or h // heads
+    q, kv = heads * d, (config.get("num_key_value_heads") or heads) * d
     architecture = config["architectures"][0]
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (h,),
@@ -123,7 +124,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block_shapes(config, sparse=i in sparse).items()}
     as_target = config["architectures"] == ["Glm4MoeForCausalLM"]
-    for i in range(config.get("num_nextn_predict_layers", 0)):
+    for i in range(config.get("num_nextn_predict_layers") or 0):
         prefix, names = mtp_names(config, i)
         shapes |= {prefix + name: shape for name, shape in block_shapes(config, sparse=as_target).items()}
         shapes |= {name: (h, 2 * h) if kind == "projection" else (h,) for kind, name in names.items()}

@@ -126,6 +126,25 @@ def test_rejection_verification_keeps_constraints_too() -> None:
         assert holds("schema", output.text)
 
 
+@pytest.mark.parametrize("name", ["regex", "sampled schema", "processed regex"])
+def test_raw_log_probabilities_do_not_know_constraints(name: str) -> None:
+    """They are those that the same tokens have in a prompt, of a request alone as beside one that has its logits processed."""
+    alone, beside = (letters(draft_tokens=3, constraints=True, logprobs=2) for _ in range(2))
+    ask = Ask(prompt_of(name), params(name, logprobs=2))
+    output = drive(alone, [ask])[0]
+    read = SamplingParams(max_new_tokens=1, logprobs=2, prompt_logprobs=2)
+    text = drive(alone, [Ask((*output.prompt_ids, *output.token_ids), read)])[0]
+    wanted = text.prompt_logprobs[len(output.prompt_ids) :]
+    assert [(one.token_id, one.logprob, one.top) for one in output.tokens] == [
+        (one.token_id, one.logprob, one.top) for one in wanted if one is not None
+    ]
+    neighbour = Ask(PROMPTS[1], SamplingParams(max_new_tokens=64, ignore_eos=True, repetition_penalty=1.4))
+    again = drive(beside, [ask, neighbour])[0]
+    assert [(one.token_id, one.logprob, one.top) for one in again.tokens] == [
+        (one.token_id, one.logprob, one.top) for one in output.tokens
+    ]
+
+
 def test_forced_tokens_say_so_with_drafts_and_without() -> None:
     output = drive(letters(draft_tokens=3, constraints=True), [Ask(prompt_of("regex"), params("regex"))])[0]
     assert {t.source for t in output.tokens} >= {"forced", "draft"}

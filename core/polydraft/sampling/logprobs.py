@@ -20,7 +20,7 @@ from polydraft.errors import CapabilityError
 from polydraft.program.declare import Admission, Column, StepBuffer
 from polydraft.program.packed import Expected, PackedLogprobs, Wanted
 from polydraft.program.plan import StepPlan
-from polydraft.program.program import Memory, ProgramBuilder
+from polydraft.program.program import Memory, ProgramBuilder, StepKind
 from polydraft.sentinels import NO_TOKEN
 
 CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "pack_prompt_rows")
@@ -105,6 +105,8 @@ class Logprobs:
     def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool, drafts: bool = False) -> None:
         self._limits, self._raw, self.drafts = limits, raw, drafts
         self._keeps = raw or verify != "greedy"
+        self._kept: set[StepKind] = set()
+        """Kinds of steps whose `kept` holds the logits that are to be reported, before anything changes them."""
         draws = draws and drafts
         self._drawn = "drawn_top" if draws else "num_top"
         self.columns = (
@@ -149,18 +151,18 @@ class Logprobs:
         return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
 
     # -- launches ----------------------------------------------------------------------------------
-    def keep(self, program: ProgramBuilder, *, raw: bool) -> None:
-        """Append the copy of the target's logits, at the place that is `raw` or after processing, where one is needed."""
-        if raw == self._raw and self._changes(program):
+    def keep(self, program: ProgramBuilder, *, raw: bool, changed: bool = False) -> None:
+        """Append the copy of the target's logits, at the place that is `raw` or after processing, where they are overwritten
+        before the step knows its tokens; `changed`: by features, too."""
+        kind = program.kind
+        overwritten = kind.rule == "rejection" or (raw and (kind.processed or changed))
+        if raw == self._raw and kind.logprobs and overwritten:
             program.add("keep_logits", "logit_rows", STAGE, row_slot="logit_slot")
-
-    def _changes(self, program: ProgramBuilder) -> bool:
-        """Whether the logits that are to be reported are overwritten before the step knows its tokens."""
-        return program.kind.logprobs and (program.kind.rule == "rejection" or (self._raw and program.kind.processed))
+            self._kept.add(kind)
 
     def append(self, program: ProgramBuilder) -> None:
         """Append, after the commit, the launches that report the tokens of the step."""
-        out, kept = _results("window"), self._changes(program)
+        out, kept = _results("window"), program.kind in self._kept
         if not self._raw and program.kind.rule != "greedy":
             self._filter(program, kept=kept)
             kept = True

@@ -96,9 +96,13 @@ class Verifier:
                 self._force(rows)
             program.add("verify_match", "seqs", "verify")
             return
-        self._process(rows, keep=self._logprobs)
+        begin = len(program.nodes)
         for append in features:
             append(program)
+        of_features = program.nodes[begin:]
+        del program.nodes[begin:]
+        self._process(rows, keep=self._logprobs, changed=bool(of_features))
+        program.nodes += of_features
         if self._logprobs is not None:
             self._logprobs.keep(program, raw=False)
         if program.kind.rule == "rejection":
@@ -134,11 +138,12 @@ class Verifier:
         if report is not None:
             report.append_drafts(rows.add, tokens, drawn=True)
 
-    def _process(self, rows: Rows, *, keep: Logprobs | None = None) -> None:
-        """What happens to logits before anything is chosen; the stages only where some slot wants one."""
+    def _process(self, rows: Rows, *, keep: Logprobs | None = None, changed: bool = False) -> None:
+        """What happens to logits before anything is chosen; the stages only where some slot wants one. `changed`: whether
+        features change them behind that."""
         rows.add("process_logits", num_valid=self._num_valid)
         if keep is not None:
-            keep.keep(rows.program, raw=True)
+            keep.keep(rows.program, raw=True, changed=changed)
         if rows.program.kind.processed:
             self._processing.emit(rows)
 

@@ -1,7 +1,9 @@
 """The loader: exact conversion, canonical concatenation, and one clear sentence for every defect of a checkpoint."""
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,16 @@ from safetensors.numpy import save_file
 
 from polydraft.conformance.oracle.checkpoints import TINY_MIMO, random_tensors, tensor_shapes, write_checkpoint, write_safetensors
 from polydraft.errors import CheckpointError
-from polydraft.models import Checkpoint, FamilyRegistry, Weights, load_weights
+from polydraft.models import Checkpoint, FamilyRegistry, Weights, load_weights, safetensors_file
 
 INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda x: x[2:5], "columns": lambda x: x[:, 2:4], "features": lambda x: x[..., 1:3], "turned": lambda x: x.T[1:3],
+    "as rows": lambda x: x.reshape(-1)[7:90], "one row": lambda x: x[3], "one number": lambda x: x[2, 3, 1],
+    "nothing": lambda x: x[4:4], "every other": lambda x: x[::2, 1::3], "backwards": lambda x: x[::-1],
+    "chosen": lambda x: x[[1, 6]], "again": lambda x: x[:, None],
+}  # fmt: skip
 MTP_NAMES = [name for name in tensor_shapes(TINY_MIMO) if name.startswith("model.mtp_layers.")]
 
 
@@ -89,6 +97,57 @@ def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
     assert len(header) % 4
     raw_file(tmp_path / "model.safetensors", header, struct.pack("<f", 7.5))
     assert Checkpoint(tmp_path).tensor("x").tolist() == [7.5]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_tensor_is_what_is_seen_of_the_whole(tmp_path: Path, monkeypatch: Any, part: str, dtype: str) -> None:
+    """However much is read at once: the whole tensor, some rows, parts of one row."""
+    values = np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4)
+    write_checkpoint(tmp_path, tensors={"pad": np.array([1, 2, 3], np.float32), "x": values}, dtype=dtype)
+    with Checkpoint(tmp_path) as checkpoint:
+        for size in (3, 8, 50, 1 << 18):
+            monkeypatch.setattr(safetensors_file, "_PIECE", size)
+            assert np.array_equal(checkpoint.piece("x", PARTS[part]), PARTS[part](values))
+            assert np.array_equal(checkpoint.tensor("x"), values)
+
+
+READ: dict[str, Callable[[Checkpoint], object]] = {
+    "whole": lambda one: one.tensor(Q_PROJ), "part": lambda one: one.piece(Q_PROJ, lambda stored: stored[1:, 1:]),
+    "stored": lambda one: one.stored(Q_PROJ), "compared": lambda one: one.same_bytes(Q_PROJ, Q_PROJ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", READ)
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path, how: str) -> None:
+    """Such as that of a trainer that writes its next weights over it. In a process of its own, which a signal would end."""
+    write_checkpoint(tmp_path)
+
+    def read() -> str:
+        with Checkpoint(tmp_path) as checkpoint:
+            with (tmp_path / "model.safetensors").open("r+b") as file:
+                file.truncate(4096)
+            try:
+                READ[how](checkpoint)
+            except CheckpointError as error:
+                return str(error)
+        return "no error"
+
+    status, said = in_child(read)
+    assert (status, "was cut short while it was read, got 4096 bytes, wanted at least" in said) == (0, True), said
+
+
+def in_child(work: Callable[[], str]) -> tuple[int, str]:
+    """The status of a child process that does this, negative for a signal, and what came of it."""
+    end, begin = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begin, work().encode())
+        os._exit(0)
+    os.close(begin)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(end) as said:
+        return os.waitstatus_to_exitcode(status), said.read()
 
 
 def test_tensors_are_fresh_contiguous_and_survive_closing(tmp_path: Path) -> None:

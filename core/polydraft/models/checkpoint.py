@@ -42,7 +42,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 class Checkpoint:
     """A model directory: `config` (the parsed config.json) and lazily read tensors. Close it, or use it in `with`.
 
-    Opening maps every shard and checks its header, so a truncated or missing shard is found before any work is done.
+    Opening checks the header of every shard, so a truncated or missing shard is found before any work is done.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -156,7 +156,7 @@ class Checkpoint:
         return None
 
     def close(self) -> None:
-        """Release all memory maps; arrays that were read stay valid. Closing twice is fine."""
+        """Release all files; arrays that were read stay valid. Closing twice is fine."""
         for file in self._files.values():
             file.close()
 

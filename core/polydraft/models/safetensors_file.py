@@ -1,7 +1,8 @@
-"""Reads one safetensors file: a memory map and its checked header.
+"""Reads one safetensors file, whose header is checked when it is opened.
 
 Only `checkpoint.py` calls it. Opening a file executes, unpickles and copies nothing; tensors are converted to float32 one at a
-time, on request.
+time, on request. What is wanted is read when it is wanted, and not mapped: a file that another process cuts short meanwhile, such
+as a trainer that writes its next weights over it, is then an error, where touching a map is a signal that ends the process.
 
 Format (safetensors, by its specification): 8-byte little-endian header length, a JSON header, then the data without
 holes. The `safetensors` package hands NumPy no bfloat16, hence this reader.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-from collections.abc import Callable
+import os
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "U16": 16, "I1
 }  # fmt: skip
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U16": "bfloat16"}
 """How floats are stored. "U16" is how Paddle writes bfloat16: as its bits."""
+_FLOATS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+"""What these are read as."""
 _RAW = {
     "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "U32": "<u4", "I32": "<i4", "I64": "<i8", "F16": "<f2", "BF16": "<u2", "F32": "<f4",
 }  # fmt: skip
@@ -37,6 +41,8 @@ _WHOLE = {
 }  # fmt: skip
 """Dtypes whose every value is one of int64."""
 _AGAIN = "download the file again"
+_PIECE = 1 << 18
+"""Elements that are read at once: as many bytes as a processor's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +59,23 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """One memory-mapped safetensors file; `tensors` is its header, `metadata` the texts that its writer added. Close it to
-    release the map."""
+    """One safetensors file; `tensors` is its header, `metadata` the texts that its writer added. Close it to release the
+    descriptor."""
 
     def __init__(self, path: Path) -> None:
-        """Map `path` and check its header. Errors: `CheckpointError` for a missing, truncated or corrupt file."""
+        """Open `path` and check its header. Errors: `CheckpointError` for a missing, truncated or corrupt file."""
         self.path = path
         try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
+            self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be opened, got {error.strerror}, wanted a safetensors file; complete the directory"
             ) from error
+        self._open = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self.tensors, self.metadata = _parse_header(path, self._map if self._map is not None else b"")
-        except CheckpointError:
+            size = os.fstat(self._descriptor).st_size
+            self.tensors, self.metadata = _parse_header(path, size, self._bytes)
+        except BaseException:
             self.close()
             raise
 
@@ -88,25 +94,23 @@ class SafetensorsFile:
         Exact for all three stored dtypes: bfloat16 is the upper half of a float32. Synchronous; no temporary array.
         Errors: `CheckpointError` for an unsupported dtype or a closed file.
         """
-        dtype = self.dtype(name)
-        tensor = self.tensors[name]
-        flat = out.reshape(-1)
-        stored = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]
-        raw: NDArray[Any] = np.frombuffer(self._mapped(name), dtype=stored, count=flat.size, offset=tensor.begin)
-        if dtype == "bfloat16":
-            np.left_shift(raw, 16, out=flat.view(np.uint32), dtype=np.uint32)
-        else:
-            np.copyto(flat, raw)
+        dtype, flat = self.dtype(name), out.reshape(-1)
+        for begin, raw in self._parts(name, _FLOATS[dtype]):
+            part = flat[begin : begin + raw.size]
+            if dtype == "bfloat16":
+                np.left_shift(raw, 16, out=part.view(np.uint32), dtype=np.uint32)
+            else:
+                np.copyto(part, raw)
 
     def piece(self, name: str, look: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[np.float32]:
-        """Return what `look` picks of tensor `name`, as a fresh float32 array; nothing else of it is read. Errors: as for
-        `read_into`."""
+        """Return what `look` picks of tensor `name`, an index or a view of it, as a fresh float32 array; nothing else of it is
+        read, but for what lies between its places. Errors: as for `read_into`."""
         dtype = self.dtype(name)
-        picked = look(self._stored(name, {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype]))
+        picked = self._picked(name, _FLOATS[dtype], look)
         if dtype == "bfloat16":
             bits: NDArray[np.uint32] = np.left_shift(picked, 16, dtype=np.uint32)
             return bits.view(np.float32)
-        floats: NDArray[np.float32] = picked.astype(np.float32)
+        floats: NDArray[np.float32] = picked.astype(np.float32, copy=False)
         return floats
 
     def array(self, name: str) -> NDArray[Any]:
@@ -115,7 +119,7 @@ class SafetensorsFile:
         tensor = self.tensors[name]
         if tensor.dtype not in _RAW:
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.dtype}, wanted one of {', '.join(_RAW)}")
-        return self._stored(name, _RAW[tensor.dtype]).copy()
+        return self._stored(name, _RAW[tensor.dtype])
 
     def integers(self, name: str) -> NDArray[np.int64]:
         """Return tensor `name` of whole numbers or truth values (1 and 0) as a fresh int64 array of its shape. Errors:
@@ -129,60 +133,101 @@ class SafetensorsFile:
         return self._stored(name, _WHOLE[tensor.dtype]).astype(np.int64)
 
     def _stored(self, name: str, dtype: str) -> NDArray[Any]:
-        """A tensor as it lies in the map."""
+        """A fresh copy of a tensor as it is stored."""
+        out: NDArray[Any] = np.empty(self.tensors[name].shape, dtype)
+        flat = out.reshape(-1)
+        for begin, raw in self._parts(name, dtype):
+            flat[begin : begin + raw.size] = raw
+        return out
+
+    def _picked(self, name: str, dtype: str, look: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[Any]:
+        """What `look` picks of a tensor as it is stored: of some of its places at a time, what lies from the first to the last
+        is read."""
         tensor = self.tensors[name]
-        raw: NDArray[Any] = np.frombuffer(self._mapped(name), dtype=dtype, count=math.prod(tensor.shape), offset=tensor.begin)
-        return raw.reshape(tensor.shape)
+        place: NDArray[Any] = np.empty(tensor.shape, dtype)  # never written, so it takes addresses and no memory
+        picked = look(place)
+        if picked.size and (not np.may_share_memory(picked, place) or min(picked.strides, default=1) <= 0):
+            return look(self._stored(name, dtype))
+        order = sorted(range(picked.ndim), key=lambda axis: -picked.strides[axis])
+        laid = picked.transpose(order)[..., np.newaxis]
+        out: NDArray[Any] = np.empty(laid.shape, dtype)
+        first = tensor.begin + picked.__array_interface__["data"][0] - place.__array_interface__["data"][0]
+        most = _PIECE * laid.itemsize
+        outer = next(axis for axis, stride in enumerate(laid.strides) if stride <= most)
+        rows = most // max(laid.strides[outer], 1)
+        for index in np.ndindex(laid.shape[:outer]):
+            for row in range(0, laid.shape[outer], rows):
+                part, here = laid[index][row : row + rows], (*index, row)
+                span = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True)) + part.itemsize
+                raw = self._bytes(first + sum(i * stride for i, stride in zip(here, laid.strides, strict=False)), span)
+                out[index][row : row + rows] = np.ndarray(part.shape, dtype, raw, 0, part.strides)
+        return out[..., 0].transpose(np.argsort(order))
 
     def same_bytes(self, name: str, other: SafetensorsFile, other_name: str) -> bool:
         """Return whether tensor `name` and tensor `other_name` of `other` agree in dtype, shape and every stored byte.
 
-        Compares within the memory maps, without a copy. Errors: `CheckpointError` for a closed file.
+        Compares them piece by piece. Errors: `CheckpointError` for a closed file.
         """
         mine, theirs = self.tensors[name], other.tensors[other_name]
         if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
             return False
-        with (
-            memoryview(self._mapped(name)) as a,
-            memoryview(other._mapped(other_name)) as b,
-            a[mine.begin : mine.end] as left,
-            b[theirs.begin : theirs.end] as right,
-        ):
-            return left == right
+        pairs = zip(self._parts(name, "u1"), other._parts(other_name, "u1"), strict=True)
+        return all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
 
-    def _mapped(self, name: str) -> mmap.mmap:
-        if self._map is None:
+    def _parts(self, name: str, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """A tensor as it is stored, in parts: (number of its first element, elements)."""
+        tensor, size = self.tensors[name], np.dtype(dtype).itemsize
+        count = (tensor.end - tensor.begin) // size
+        if not self._open.alive:
             raise CheckpointError(f"{self.path} is closed, wanted tensor {name}; read weights before closing")
-        return self._map
+        for begin in range(0, count, _PIECE):
+            raw = self._bytes(tensor.begin + begin * size, min(_PIECE, count - begin) * size)
+            yield begin, np.frombuffer(raw, dtype)
+
+    def _bytes(self, begin: int, count: int) -> bytes:
+        """So many bytes of the file from `begin` on. Raises `CheckpointError` where it has no such ones any more."""
+        found = b""
+        try:
+            while len(found) < count:
+                more = os.pread(self._descriptor, count - len(found), begin + len(found))
+                if not more:
+                    raise CheckpointError(
+                        f"{self.path} was cut short while it was read, got {os.fstat(self._descriptor).st_size} bytes, wanted "
+                        f"at least {begin + count}; give it once it is written"
+                    )
+                found = found + more if found else more
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read, got {error.strerror}; {_AGAIN}") from error
+        return found
 
     def close(self) -> None:
-        """Release the memory map; arrays that were read stay valid. Closing twice is fine."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        """Release the descriptor; arrays that were read stay valid. Closing twice is fine."""
+        self._open()
 
 
-def _parse_header(path: Path, data: bytes | mmap.mmap) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    if data[:8] == b"version ":
+def _parse_header(
+    path: Path, size: int, read: Callable[[int, int], bytes]
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:  # fmt: skip
+    """Tensors and metadata of a file of `size` bytes; `read(begin, count)` gives some."""
+    start = read(0, min(size, 9))
+    if start[:8] == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, wanted the file itself; run `git lfs pull`")
-    if len(data) < 8:
-        raise CheckpointError(f"{path} is truncated, got {len(data)} bytes, wanted a safetensors header; {_AGAIN}")
-    length = int.from_bytes(data[:8], "little")
-    if length > len(data) - 8 and data[8:9] not in (b"", b"{"):
+    if size < 8:
+        raise CheckpointError(f"{path} is truncated, got {size} bytes, wanted a safetensors header; {_AGAIN}")
+    length = int.from_bytes(start[:8], "little")
+    if length > size - 8 and start[8:9] not in (b"", b"{"):
         raise CheckpointError(
-            f"{path} is no safetensors file, got {data[:8]!r} at its beginning, wanted the length of a JSON header; name another"
+            f"{path} is no safetensors file, got {start[:8]!r} at its beginning, wanted the length of a JSON header; name another"
         )
-    if length > len(data) - 8:
-        raise CheckpointError(
-            f"{path} is truncated or corrupt, got {len(data)} bytes, wanted a header of {length} bytes; {_AGAIN}"
-        )
+    if length > size - 8:
+        raise CheckpointError(f"{path} is truncated or corrupt, got {size} bytes, wanted a header of {length} bytes; {_AGAIN}")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(read(8, length))
         metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _parse_entry(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt header, got {error!r}, wanted safetensors JSON; {_AGAIN}") from error
-    _check_layout(path, tensors, 8 + length, len(data))
+    _check_layout(path, tensors, 8 + length, size)
     return tensors, metadata
 
 

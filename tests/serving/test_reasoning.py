@@ -32,6 +32,7 @@ TEXTS = (
     ("glm45", False, "\n<think>hm</think>\nHello", "hm", "Hello"),
     ("deepseek_r1", True, "hm\n</think>\n\nHello </think>", "hm", "Hello </think>"),
     ("ernie45", True, "abc\n</think>\n\n\n<response>\ndef\n\nghi\n</response>\n", "abc", "def\n\nghi"),
+    ("ernie45", True, "abc\n</think>\n<response>\ndef</response>\n\nghi\n\njkl\n", "abc", "defghi\n\njkl\n"),
     ("ernie45", True, "abc\n</think>\ndef", "abc", "def"),
     ("ernie45", True, "abc\n</think>\n\n<resp", "abc", "<resp"),
     ("ernie45", True, "abc\n</think>\n\n\n<tool_call>\n{}\n</tool_call>\n", "abc", "<tool_call>\n{}\n</tool_call>\n"),

@@ -105,7 +105,7 @@ class ReasoningReader:
             self._held = self._held.lstrip("\n")
             if form.reply is not None and self.state == "between" and self._opens(form.reply[0], self._held, last=last):
                 return ""
-            if self.state == "between" and self._held:
+            if self._held:
                 self.state = "reply"
         part, self._held = self._held, ""
         return part

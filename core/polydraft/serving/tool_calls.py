@@ -217,7 +217,7 @@ class ObjectBody(Body):
                 self._name = name
                 self._emit(name, self._early)
         elif self._key in ("arguments", "parameters") and self._text.startswith('"'):
-            text = str(_json(self._text))  # JSON within JSON
+            text = _within(self._text)  # JSON within JSON
             if self._name:
                 self._emit("", text)
             else:
@@ -423,6 +423,16 @@ def _json(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return None
+
+
+def _within(text: str) -> str:
+    """What a string of JSON says, line ends as they are among what it may have; one that is none as it was written."""
+    try:
+        said = str(json.loads(text, strict=False))
+        said.encode()
+    except ValueError:  # or half a character, which no answer can have
+        return text
+    return said
 
 
 def _as_json(text: str) -> str:

@@ -475,7 +475,6 @@ def offline(length: Any) -> str:
 
 
 # -- what goes wrong beneath --------------------------------------------------------------------------------------------
-@pytest.mark.deep  # `make test` sees who is told where the engine cannot come back, and that it comes back where it slept
 def test_an_engine_that_dies_is_told_to_everybody_and_replaced(serve: Callable[..., Served]) -> None:
     served = serve()
     pid = worker(served)

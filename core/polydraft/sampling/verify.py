@@ -99,7 +99,7 @@ class Verifier:
         begin = len(program.nodes)
         for append in features:
             append(program)
-        of_features = program.nodes[begin:]
+        of_features = program.nodes[begin:]  # made first, since raw logits are kept in front of them where there are any
         del program.nodes[begin:]
         self._process(rows, keep=self._logprobs, changed=bool(of_features))
         program.nodes += of_features

@@ -134,6 +134,7 @@ def test_raw_log_probabilities_do_not_know_constraints(name: str) -> None:
     output = drive(alone, [ask])[0]
     read = SamplingParams(max_new_tokens=1, logprobs=2, prompt_logprobs=2)
     text = drive(alone, [Ask((*output.prompt_ids, *output.token_ids), read)])[0]
+    assert text.prompt_logprobs is not None
     wanted = text.prompt_logprobs[len(output.prompt_ids) :]
     assert [(one.token_id, one.logprob, one.top) for one in output.tokens] == [
         (one.token_id, one.logprob, one.top) for one in wanted if one is not None

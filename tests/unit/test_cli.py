@@ -444,6 +444,25 @@ def test_a_bad_line_is_named_and_nothing_runs(
     assert message.format(file=file) in result.error
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("generate", "w1", "--json-schema"), "--json-schema {file} cannot be read: "),
+        (("generate", "w1", "--draft-vocab"), "--draft-vocab {file}: the token counts cannot be read ("),
+        (("trace",), "{file} is no timeline of polydraft (RecursionError: "),
+        (("conform", "verify"), "{file} cannot be read as a report: "),
+        (("conform", "reference", "--waivers"), "waivers {file} cannot be read (RecursionError: "),
+    ],
+    ids=["generate --json-schema", "generate --draft-vocab", "trace", "conform verify", "conform --waivers"],
+)
+def test_json_that_nests_without_end_is_no_bug(run: Callable[..., Result], tmp_path: Path, command: Sequence[str], message: str):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    result = run(*command, str(file))
+    assert (result.status, result.out) == (2, "")
+    assert message.format(file=file) in result.error
+
+
 def test_a_bad_line_is_told_before_anything_is_loaded(run: Callable[..., Result], lines: Callable[..., str]):
     assert "unknown key 'x'" in run("generate", "--prompts", lines({"x": 1}), "--model", "no/such/model").error
 

@@ -284,7 +284,7 @@ def _verify(path: Path, *, as_json: bool) -> int:
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} cannot be read as a report: {error}") from error
     wrong = verify(content) if isinstance(content, dict) else ["this is no report"]
     if as_json:

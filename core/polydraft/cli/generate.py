@@ -235,7 +235,7 @@ def _constraint(given: dict[str, Any]) -> dict[str, Any]:
     try:
         text = Path(file).read_text(encoding="utf-8")
         return {"constraint": {kind: json.loads(text) if kind == "json_schema" else text}}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         option, wanted = f"--{kind.replace('_', '-')}", {"json_schema": "one JSON schema", "grammar": "a grammar"}[kind]
         raise click.UsageError(f"{option} {file} cannot be read: {error}; give a file with {wanted}") from error
 

@@ -37,7 +37,7 @@ def load(path: Path) -> list[Waiver]:
         waivers = [Waiver(**{**record, "versions": tuple(record["versions"])}) for record in records]
         for waiver in waivers:
             date.fromisoformat(waiver.expires)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"waivers {path} cannot be read ({type(error).__name__}: {error}), wanted a JSON list of objects with id, reason, "
             "url, expires (YYYY-MM-DD) and versions; correct the file"

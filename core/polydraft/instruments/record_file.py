@@ -169,7 +169,7 @@ def read(path: str | Path) -> Record:
             return _record(json.loads(file.metadata["record"]), tensors)
         finally:
             file.close()
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no record of kernel calls ({type(error).__name__}: {error}), wanted a file of schema {SCHEMA}; make one "
             "with polydraft generate --record FILE"

@@ -61,7 +61,7 @@ def read(path: str | Path) -> Recording:
         return _recording(document)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read, got {error.strerror or error}; name a file that --trace wrote") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no timeline of polydraft ({type(error).__name__}: {error}), wanted a file of schema {SCHEMA}; make one "
             "with polydraft generate --trace FILE"

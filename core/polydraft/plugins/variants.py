@@ -75,7 +75,7 @@ def filed() -> tuple[Judgement, ...]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); {AGAIN}") from error
     try:
         if content["schema"] != SCHEMA:

@@ -73,7 +73,7 @@ def _counts(path: Path, vocab_size: int) -> Mapping[int, int]:
     """Counts by token id, checked."""
     try:
         held: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--draft-vocab {path}: the token counts cannot be read ({error}); give a file of JSON, token ids and their counts"
         ) from error

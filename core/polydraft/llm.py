@@ -6,7 +6,9 @@ requests or hide an error of the engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -59,6 +61,11 @@ class LLM:
             loading=loading,
         )
 
+    @cached_property
+    def _calls(self) -> dict[str, deque[RequestOutput]]:
+        """By request, the outputs that its call has not handed on yet: another call may be the one that polls them."""
+        return {}
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -83,7 +90,8 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield outputs as they come, in whole characters; the last one of each request is `finished`."""
+        """Yield outputs as they come, in whole characters; the last one of each request is `finished`. Other calls may be made
+        meanwhile: their requests are generated beside these."""
         ids = self._add_all(_as_prompts(prompts), params, stream=True)
         yield from self._run(set(ids))
 
@@ -102,34 +110,48 @@ class LLM:
         except RequestError:
             for request_id in ids:
                 self.engine.abort(request_id)
-            self.engine.poll()
+            self._poll(deque())
             raise
         return ids
 
     def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
+        mine: deque[RequestOutput] = deque()
+        calls = dict.fromkeys(ids, mine)
+        self._calls |= calls
         try:
             while ids or self.engine.checks_text:
                 self.engine.refuse_resting("a text was to go on")
                 with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
-                    self.engine.step()
-                    outputs = self.engine.poll()
-                for output in outputs:
+                    if not mine:
+                        self.engine.step()
+                        self._poll(mine)
+                while mine:
+                    output = mine.popleft()
                     if output.finished:
                         ids.discard(output.id)
                     yield output
                 if interrupted():
-                    yield from self._interrupt(ids)
+                    yield from self._interrupt(ids, mine)
                     break
         except KeyboardInterrupt:
-            yield from self._interrupt(ids)
+            yield from self._interrupt(ids, mine)
         finally:
             self._drop(ids)
+            for request_id in calls:
+                del self._calls[request_id]
 
-    def _interrupt(self, ids: set[str]) -> Iterator[RequestOutput]:
+    def _poll(self, mine: deque[RequestOutput]) -> None:
+        """Hand what the engine has to the calls that wait for it; what none waits for is `mine`."""
+        for output in self.engine.poll():
+            self._calls.get(output.id, mine).append(output)
+
+    def _interrupt(self, ids: set[str], mine: deque[RequestOutput]) -> Iterator[RequestOutput]:
         """End what is left with what it has."""
         for request_id in sorted(ids):
             self.engine.abort(request_id)
-        for output in self.engine.poll():
+        self._poll(mine)
+        while mine:
+            output = mine.popleft()
             ids.discard(output.id)
             yield output
 
@@ -138,7 +160,7 @@ class LLM:
         for request_id in ids & set(self.engine.requests):
             self.engine.abort(request_id)
         if ids:
-            self.engine.poll()
+            self._poll(deque())
 
     def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
         """Replace the weights in place, as `Engine.update_weights`; results of running requests come with the next call."""

@@ -5,6 +5,7 @@ What a request must give is taken from the same request served alone (`runs.solo
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from pathlib import Path
@@ -419,6 +420,45 @@ def test_a_stream_that_nobody_reads_on_leaves_nothing_behind(device: str):
     stream = client.stream(PROMPTS[:6], FREE)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
+    runs.come_to_rest(client.engine)
+
+
+def ended(steps: int, monkeypatch: pytest.MonkeyPatch, client: LLM) -> None:
+    """A call that waits for what never comes fails after so many steps."""
+    step, left = client.engine.step, iter(range(steps))
+    monkeypatch.setattr(client.engine, "step", lambda: (next(left), step())[1])
+
+
+@pytest.mark.parametrize("inner", [1, 8, 60], ids=lambda n: f"{n} tokens within")
+def test_calls_within_a_stream_take_none_of_its_text(device: str, inner: int, monkeypatch: pytest.MonkeyPatch):
+    """Whichever of the two ends first: the inner call polls the outputs of both."""
+    client, own, texts = llm(device=device), params(max_new_tokens=inner, ignore_eos=True), []
+    ended(400, monkeypatch, client)
+    pieces = []
+    for piece in client.stream(PROMPTS[0], FREE):
+        pieces.append(piece)
+        if len(pieces) in (1, 3):
+            texts.append(client.generate(PROMPTS[1], own)[0].token_ids)
+            with pytest.raises(RequestError, match="the prompt is empty"):
+                client.generate([PROMPTS[0], []], FREE)
+            next(client.stream(PROMPTS[2], FREE))  # nobody reads on
+    tokens = tuple(token for piece in pieces for token in piece.new_token_ids)
+    assert tokens == pieces[-1].token_ids == solo(MODEL, K, PROMPTS[0], FREE).token_ids
+    assert {piece.id for piece in pieces} == {pieces[0].id}
+    assert texts == [solo(MODEL, K, PROMPTS[1], own).token_ids] * len(texts)
+    assert texts
+    runs.come_to_rest(client.engine)
+
+
+def test_streams_may_be_read_in_turn(device: str, monkeypatch: pytest.MonkeyPatch):
+    client = llm(device=device)
+    ended(400, monkeypatch, client)
+    found: dict[str, list[int]] = {}
+    streams = [client.stream(prompt, FREE) for prompt in PROMPTS[:3]]
+    for pieces in itertools.zip_longest(*streams):
+        for piece in filter(None, pieces):
+            found.setdefault(piece.id, []).extend(piece.new_token_ids)
+    assert [tuple(tokens) for tokens in found.values()] == [solo(MODEL, K, prompt, FREE).token_ids for prompt in PROMPTS[:3]]
     runs.come_to_rest(client.engine)
 
 

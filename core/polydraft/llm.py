@@ -31,7 +31,7 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
     for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs, and
-    `loading(done, total)` is called while weights are loaded, with bytes.
+    `loading(done, total)` is called while weights are loaded, with bytes. One thread at a time may call it, as with `Engine`.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]

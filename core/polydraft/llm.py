@@ -187,7 +187,8 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if not isinstance(prompts, (Sequence, np.ndarray)):
+    given: object = prompts
+    if not isinstance(given, Sequence) and not (isinstance(given, np.ndarray) and given.ndim):
         raise RequestError(
             f"prompts are {type(prompts).__name__}, wanted a text, a list of token ids, or a list of either; correct the call"
         )

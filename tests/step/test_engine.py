@@ -485,6 +485,7 @@ def test_parameters_go_to_their_prompts():
     [
         (None, None, "prompts are NoneType, wanted a text, a list of token ids, or a list of either"),
         (5, None, "prompts are int"),
+        (np.array(5), None, "prompts are ndarray"),
         ({"prompt": "w1"}, None, "prompts are dict"),
         (["w1"], {"max_new_tokens": 2}, "are {'max_new_tokens': 2}, wanted SamplingParams"),
         (["w1"], {}, "are {}, wanted SamplingParams"),

@@ -6,9 +6,10 @@ requests or hide an error of the engine.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -31,7 +32,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
     for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs, and
-    `loading(done, total)` is called while weights are loaded, with bytes. One thread at a time may call it, as with `Engine`.
+    `loading(done, total)` is called while weights are loaded, with bytes. Several threads may call it, unlike an `Engine`: their
+    requests are generated beside each other, and each thread takes steps in turn.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
@@ -53,18 +55,32 @@ class LLM:
                 f"LLM got {type(config).__name__} and options {sorted(options)}, wanted an EngineConfig or keyword options; "
                 "give one of the two, a directory as model="
             )
-        self.engine = Engine(
-            config or EngineConfig.from_mapping(options),
-            backend=plugin,
-            checkpoint=checkpoint,
-            instruments=instruments,
-            loading=loading,
+        self._serve_from(
+            Engine(
+                config or EngineConfig.from_mapping(options),
+                backend=plugin,
+                checkpoint=checkpoint,
+                instruments=instruments,
+                loading=loading,
+            )
         )
 
-    @cached_property
-    def _calls(self) -> dict[str, deque[RequestOutput]]:
+    def _serve_from(self, engine: Engine) -> None:
+        self.engine = engine
+        self._calls: dict[str, deque[RequestOutput]] = {}
         """By request, the outputs that its call has not handed on yet: another call may be the one that polls them."""
-        return {}
+        self._next, self._uses = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Use the engine, which one thread may at a time. Who waits for that holds `_next`, so that a thread which takes one step
+        after the other has to let it in between."""
+        with self._next:
+            self._uses.acquire()
+        try:
+            yield
+        finally:
+            self._uses.release()
 
     def generate(
         self,
@@ -78,9 +94,10 @@ class LLM:
         `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has; a second
         time it does not wait for the end of the step."""
         many = _as_prompts(prompts)
-        ids = self._add_all(many, params, stream=False)
+        mine: deque[RequestOutput] = deque()
+        ids = self._add_all(many, params, mine, stream=False)
         done: dict[str, RequestOutput] = {}
-        for output in self._run(set(ids)):
+        for output in self._run(ids, mine):
             if output.finished:
                 done[output.id] = output
                 if progress:
@@ -92,36 +109,39 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield outputs as they come, in whole characters; the last one of each request is `finished`. Other calls may be made
         meanwhile: their requests are generated beside these."""
-        ids = self._add_all(_as_prompts(prompts), params, stream=True)
-        yield from self._run(set(ids))
+        mine: deque[RequestOutput] = deque()
+        ids = self._add_all(_as_prompts(prompts), params, mine, stream=True)
+        yield from self._run(ids, mine)
 
     def _add_all(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, *, stream: bool
-    ) -> list[str]:
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, mine: deque[RequestOutput], *,
+        stream: bool,
+    ) -> list[str]:  # fmt: skip
+        """Have all of them generated, whose outputs then come to `mine`, or none."""
         each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(each)} sampling parameters for {len(prompts)} prompts, wanted one for all or one each; correct the call"
             )
         ids: list[str] = []
-        try:
-            for prompt, own in zip(prompts, each, strict=True):
-                ids.append(self.engine.add(prompt, own, stream=stream))
-        except RequestError:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            self._poll(deque())
-            raise
+        with self._in_turn():
+            try:
+                for prompt, own in zip(prompts, each, strict=True):
+                    ids.append(self.engine.add(prompt, own, stream=stream))
+            except RequestError:
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                self._poll(deque())
+                raise
+            self._calls |= dict.fromkeys(ids, mine)
         return ids
 
-    def _run(self, ids: set[str]) -> Iterator[RequestOutput]:
-        mine: deque[RequestOutput] = deque()
-        calls = dict.fromkeys(ids, mine)
-        self._calls |= calls
+    def _run(self, all_ids: list[str], mine: deque[RequestOutput]) -> Iterator[RequestOutput]:
+        ids = set(all_ids)
         try:
             while ids or self.engine.checks_text:
-                self.engine.refuse_resting("a text was to go on")
-                with noted_interrupts() as interrupted:  # a step that broke off in the middle would spoil the engine
+                with noted_interrupts() as interrupted, self._in_turn():  # a step that broke off would spoil the engine
+                    self.engine.refuse_resting("a text was to go on")
                     if not mine:
                         self.engine.step()
                         self._poll(mine)
@@ -136,9 +156,10 @@ class LLM:
         except KeyboardInterrupt:
             yield from self._interrupt(ids, mine)
         finally:
-            self._drop(ids)
-            for request_id in calls:
-                del self._calls[request_id]
+            with self._in_turn():
+                self._drop(ids)
+                for request_id in all_ids:
+                    del self._calls[request_id]
 
     def _poll(self, mine: deque[RequestOutput]) -> None:
         """Hand what the engine has to the calls that wait for it; what none waits for is `mine`."""
@@ -147,9 +168,10 @@ class LLM:
 
     def _interrupt(self, ids: set[str], mine: deque[RequestOutput]) -> Iterator[RequestOutput]:
         """End what is left with what it has."""
-        for request_id in sorted(ids):
-            self.engine.abort(request_id)
-        self._poll(mine)
+        with self._in_turn():
+            for request_id in sorted(ids):
+                self.engine.abort(request_id)
+            self._poll(mine)
         while mine:
             output = mine.popleft()
             ids.discard(output.id)
@@ -164,19 +186,23 @@ class LLM:
 
     def update_weights(self, source: WeightSource, *, draft: WeightSource | None = None, running: Running = "finish") -> None:
         """Replace the weights in place, as `Engine.update_weights`; results of running requests come with the next call."""
-        self.engine.update_weights(source, draft=draft, running=running)
+        with self._in_turn():
+            self.engine.update_weights(source, draft=draft, running=running)
 
     def sleep(self, level: SleepLevel = 1, *, running: Running = "finish") -> None:
         """Give memory back, as `Engine.sleep`; a call of `generate` or `stream` raises `DeviceError` meanwhile."""
-        self.engine.sleep(level, running=running)
+        with self._in_turn():
+            self.engine.sleep(level, running=running)
 
     def wake_up(self, source: WeightSource | None = None, *, draft: WeightSource | None = None) -> None:
         """Take it again, as `Engine.wake_up`."""
-        self.engine.wake_up(source, draft=draft)
+        with self._in_turn():
+            self.engine.wake_up(source, draft=draft)
 
     def close(self) -> None:
         """Give the device back; a later call of `generate` or `stream` raises `DeviceError`."""
-        self.engine.close()
+        with self._in_turn():
+            self.engine.close()
 
     def __enter__(self) -> LLM:  # noqa: PYI034  typing.Self needs Python 3.11
         return self

@@ -8,6 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +329,7 @@ def test_ids_of_the_engine_avoid_those_of_callers():
 def llm(**options: Any) -> LLM:
     """An `LLM` around an engine as above."""
     client = LLM.__new__(LLM)
-    client.engine = make(**options)
+    client._serve_from(make(**options))
     return client
 
 
@@ -459,6 +462,44 @@ def test_streams_may_be_read_in_turn(device: str, monkeypatch: pytest.MonkeyPatc
         for piece in filter(None, pieces):
             found.setdefault(piece.id, []).extend(piece.new_token_ids)
     assert [tuple(tokens) for tokens in found.values()] == [solo(MODEL, K, prompt, FREE).token_ids for prompt in PROMPTS[:3]]
+    runs.come_to_rest(client.engine)
+
+
+@pytest.mark.parametrize("calls", ["generate", "stream"])
+def test_threads_are_served_beside_each_other(device: str, calls: str):
+    """None of them waits for the end of another, and each has the texts of its own prompts."""
+    client, found, met = llm(device=device), dict[int, tuple[int, ...]](), threading.Barrier(3)
+
+    def call(place: int) -> None:
+        met.wait()
+        for _ in range(3):
+            given = PROMPTS[place]
+            outputs = client.generate(given, FREE) if calls == "generate" else list(client.stream(given, FREE))
+            assert len({output.id for output in outputs}) == 1
+            found[place] = outputs[-1].token_ids
+            with pytest.raises(RequestError, match="the prompt is empty"):
+                client.generate([PROMPTS[0], []], FREE)
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {place: solo(MODEL, K, PROMPTS[place], FREE).token_ids for place in range(3)}
+    runs.come_to_rest(client.engine)
+
+
+def test_a_thread_that_takes_steps_lets_others_in():
+    """A lock alone goes to whoever has just let it go, time after time."""
+    client, few = llm(), replace(FREE, max_new_tokens=2)
+    stream = client.stream(PROMPTS[0], replace(FREE, max_new_tokens=40))
+    next(stream)
+    other = threading.Thread(target=client.generate, args=(PROMPTS[1], few))
+    with client._in_turn():
+        other.start()
+        while not client._next.locked():  # until it waits
+            time.sleep(0.001)
+    assert sum(not other.is_alive() for _ in stream) > 1, "it has ended before the stream"
     runs.come_to_rest(client.engine)
 
 

@@ -741,6 +741,11 @@ class Engine:
         finally:
             self._end_running(why)
 
+    def heed_ranks(self) -> None:
+        """Fail where another rank has ended while nothing ran, as the next step would. Costs next to nothing."""
+        if self._followers is not None and not self.failure and (ended := self._followers.group.exchange.failure):
+            self._recover(ended)
+
     def _end_running(self, why: str) -> None:
         t = self.slots
         for slot in np.flatnonzero((t.phase != Phase.IDLE) & ~t.draining).tolist():

@@ -52,18 +52,35 @@ def test_an_engine_that_has_lost_a_rank_is_replaced(serve: Callable[..., Served]
     first = worker(served)
     assert post(served, **SHORT).status_code == 200
     assert figures(served)[f'polydraft:rank_plans_waiting{{model_name="{MODEL}",rank="1"}}'] <= 2
-    ranks = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-    for one in ranks:
-        if b"polydraft.rank_worker" in Path(f"/proc/{one}/cmdline").read_bytes():
-            os.kill(int(one), signal.SIGKILL)
-    lost = post(served, **SHORT)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        signal_ranks(first, signal.SIGSTOP)  # so that the text waits for them
+        text = pool.submit(post, served, **SHORT)
+        time.sleep(2)  # of the 10 seconds for which it does
+        signal_ranks(first, signal.SIGKILL)
+        lost = text.result()
     assert (lost.status_code, "rank 1 " in lost.text) == (500, True)
+    second = wait_for_another(served, first)
+    assert post(served, **SHORT).status_code == 200
+    signal_ranks(second, signal.SIGKILL)  # while nobody asks for anything, and nobody has to, to find it out
+    wait_for_another(served, second)
+    assert post(served, **SHORT).status_code == 200
+    assert sum(value for name, value in figures(served).items() if name.startswith("polydraft:engine_restarts")) == 2
+
+
+def signal_ranks(engine: int, how: signal.Signals) -> None:
+    """Send this to the ranks of an engine's process."""
+    for one in Path(f"/proc/{engine}/task/{engine}/children").read_text().split():
+        if b"polydraft.rank_worker" in Path(f"/proc/{one}/cmdline").read_bytes():
+            os.kill(int(one), how)
+
+
+def wait_for_another(served: Served, before: int) -> int:
+    """Wait until another process than the one of `before` serves."""
     until = time.monotonic() + 60
-    while worker(served) in (0, first) or served.status("/ready")[0] != 200:
+    while worker(served) in (0, before) or served.status("/ready")[0] != 200:
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert post(served, **SHORT).status_code == 200
-    assert sum(value for name, value in figures(served).items() if name.startswith("polydraft:engine_restarts")) == 1
+    return worker(served)
 
 
 def test_a_server_tells_what_it_does_while_it_starts_and_drains(serve: Callable[..., Served]) -> None:

@@ -155,6 +155,8 @@ class Worker:
         if not busy and self._lanes is not None:
             self._lanes.drain()  # what was left over of the last work belongs to nobody
         if self._engine is not None:
+            if not busy:
+                self._engine.heed_ranks()
             self._serve(self._engine)
         if self._sender.failure is not None:
             raise self._sender.failure

@@ -9,7 +9,7 @@ import gc
 import importlib.metadata
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -29,11 +29,20 @@ settings.load_profile("default")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let long tests say how far they are, and let the commands that tests run keep the byte code of modules: compiling all of
-    them again took a third of the time of every process. Collecting tests keeps its objects: the collector would look at them in
-    vain, for a fifth of the time."""
+    them again took a third of the time of every process."""
     progress.session = config
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    gc.disable()  # until the tests are there: nearly all that is made before lives as long as the session
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Nearly all that is made while tests are collected lives as long as the session: looking for garbage among it took a fifth
+    of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # in front of the selection by `-m`
@@ -47,7 +56,6 @@ def pytest_collection_finish() -> None:
     to find the few of the tests before, which took a tenth of the run. What tests leave is found less often than usual."""
     gc.collect()
     gc.freeze()
-    gc.enable()
     gc.set_threshold(50_000, 20, 20)
 
 

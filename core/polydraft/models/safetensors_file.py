@@ -66,12 +66,12 @@ class SafetensorsFile:
         """Open `path` and check its header. Errors: `CheckpointError` for a missing, truncated or corrupt file."""
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            file = path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be opened, got {error.strerror}, wanted a safetensors file; complete the directory"
             ) from error
-        self._open = weakref.finalize(self, os.close, self._descriptor)
+        self._descriptor, self._open = file.fileno(), weakref.finalize(self, file.close)
         try:
             size = os.fstat(self._descriptor).st_size
             self.tensors, self.metadata = _parse_header(path, size, self._bytes)

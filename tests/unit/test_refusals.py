@@ -123,7 +123,7 @@ def test_a_demo_model_that_is_not_there(where: str, tmp_path: Path, monkeypatch:
         with zipfile.ZipFile(tmp_path / "wheel.zip", "w") as archive:
             archive.writestr("mimo-tiny-python/config.json", "{}")
         monkeypatch.setattr(demo, "files", lambda name: zipfile.Path(tmp_path / "wheel.zip"))
-        message = "must be memory-mapped from a directory, got .*mimo-tiny-python.* inside an archive"
+        message = "must be read from a directory, got .*mimo-tiny-python.* inside an archive"
     else:
         monkeypatch.setattr(demo, "files", lambda name: tmp_path)
         message = "the demo model is not installed, got no config.json in .*wanted the complete wheel"

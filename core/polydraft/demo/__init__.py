@@ -21,13 +21,13 @@ def demo_model_path() -> Path:
     `MODEL_CARD.md`. It is read-only to polydraft and stays where the package was installed. Host only; nothing is
     opened, extracted or synchronised.
 
-    Errors: `CheckpointError` where the package does not lie in a plain directory (a zip archive cannot be mapped)
+    Errors: `CheckpointError` where the package does not lie in a plain directory (a zip archive has no files to open)
     or where the installation left the model out.
     """
     directory = files(__name__) / _NAME
     if not isinstance(directory, Path):
         raise CheckpointError(
-            f"the demo model must be memory-mapped from a directory, got {directory} inside an archive, "
+            f"the demo model must be read from a directory, got {directory} inside an archive, "
             f"wanted an unpacked installation; install polydraft with pip or pass --model DIR"
         )
     if not (directory / "config.json").is_file():

@@ -62,22 +62,25 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         served.stop()
 
 
+def shared(folder: Path, *options: str) -> Iterator[Served]:
+    """One server for all tests of the file, which has to end in order."""
+    served = Served(folder, *options)
+    yield served
+    assert served.stop() == 0
+
+
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with limits of several kinds."""
     limits = ("--max-body-bytes", "2000", "--stall-timeout", "1", "--max-requests", "2", "--max-new-tokens", "8")
-    served = Served(tmp_path_factory.mktemp("bounded"), *limits)
-    yield served
-    assert served.stop() == 0
+    yield from shared(tmp_path_factory.mktemp("bounded"), *limits)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with room for one request, which may wait for half a second."""
     room = ("--num-blocks", "3", "--block-size", "16", "--max-num-seqs", "1", "--queue-timeout", "0.5")
-    served = Served(tmp_path_factory.mktemp("small"), *room)
-    yield served
-    assert served.stop() == 0
+    yield from shared(tmp_path_factory.mktemp("small"), *room)
 
 
 def post(served: Served, route: str = "/v1/completions", /, *, headers: Any = None, **body: Any) -> httpx.Response:

@@ -34,12 +34,12 @@ MOST = 40
 """Combinations of a product that `make deep` takes, about: with all of them it would not end within an evening."""
 
 
-def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
+def crossed(every: int, *axes: Iterable[Any], most: float = MOST) -> list[Any]:
     """Combinations of the axes, for as many parameters. `make test` takes one in `every`, along diagonals: with axes that
     are not much shorter than `every`, each value comes up, and with it others than with its neighbour. `make deep` takes all
-    others, of large products those along further diagonals, `MOST` of them or so."""
+    others, of large products those along further diagonals, `most` of them or so."""
     places = list(itertools.product(*(enumerate(axis) for axis in axes)))
-    apart = max(len(places) // MOST, 1)
+    apart = max(len(places) // most, 1)
     chosen = []
     for one in places:
         diagonal, values = sum(place for place, _ in one), tuple(value for _, value in one)
@@ -48,12 +48,6 @@ def crossed(every: int, *axes: Iterable[Any]) -> list[Any]:
         elif (diagonal + 1) % apart == 0:
             chosen.append(deep(values))
     return chosen
-
-
-def alternate(*axes: Iterable[Any]) -> list[Any]:
-    """Combinations of the axes as `crossed(2, ...)` takes them; all others are for `make deep`, however many."""
-    places = itertools.product(*(enumerate(axis) for axis in axes))
-    return [values if sum(at) % 2 == 0 else deep(values) for at, values in (zip(*one, strict=True) for one in places)]
 
 
 def thin(items: Sequence[pytest.Item]) -> None:

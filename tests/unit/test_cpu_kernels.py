@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight, multiplied, pack, stacked
 from tests.support.cpu import LEVELS, bound, loaded, needs_kernels, opened
-from tests.support.depth import alternate, among
+from tests.support.depth import among, crossed
 
 pytestmark = needs_kernels
 NUMERIC = (
@@ -51,7 +52,7 @@ def product(spec: str, x: np.ndarray, w: Matrix, bias: np.ndarray | None = None,
 
 
 # -- levels ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("level", "name", "dtype"), alternate(LEVELS, NUMERIC, ["f32", "bf16"]))
+@pytest.mark.parametrize(("level", "name", "dtype"), crossed(2, LEVELS, NUMERIC, ["f32", "bf16"], most=math.inf))
 def test_every_level_keeps_every_contract(level: str, name: str, dtype: str):
     kernel: Any = COMPOSITES[name] if name in COMPOSITES else REGISTRY[name]
     device, table = opened(f"cpu?isa={level}&threads=2", dtype)
@@ -93,7 +94,7 @@ def keeps_packed(contract: str, level: str, packing: str) -> None:
         device.close()
 
 
-@pytest.mark.parametrize(("level", "packing"), alternate(LEVELS, PACKINGS))
+@pytest.mark.parametrize(("level", "packing"), crossed(2, LEVELS, PACKINGS, most=math.inf))
 def test_every_level_keeps_packed_weights(level: str, packing: str):
     keeps_packed("linear", level, packing)
 
@@ -124,9 +125,9 @@ def test_packed_products_of_any_shape(level: str, data: st.DataObject):
 # -- a row's bits ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("level", "dtype", "weights"),
-    alternate(
-        LEVELS, ["f32", "bf16"],
-        ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"],
+    crossed(
+        2, LEVELS, ["f32", "bf16"],
+        ["exact", "f32", "int8", "int4-group32-zeros", "int4-group32-a8", "fp8-block128", "int8-channel-a8"], most=math.inf,
     ),
 )  # fmt: skip
 def test_a_rows_bits_depend_on_nothing_else(level: str, dtype: str, weights: str):

@@ -49,7 +49,7 @@ def test_cases_are_adequate(contract: Contract):
 
 
 @pytest.mark.parametrize(
-    ("backend", "check"), crossed(2, BY_NAME, CHECKS), ids=lambda value: getattr(value, "id", value).rpartition("/")[2]
+    ("backend", "check"), crossed(2, BY_NAME, CHECKS), ids=lambda value: str(getattr(value, "id", value)).rpartition("/")[2]
 )
 def test_backends_with_ranks_pass(backend: str, check: Any):
     result = check.result(Target(BY_NAME[backend]))

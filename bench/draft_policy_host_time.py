@@ -69,9 +69,9 @@ def clock_ns() -> float:
     return statistics.median(took)
 
 
-def timed(batch: int, steps: int) -> tuple[float, float, float, float]:
+def timed(batch: int, steps: int, seed: int) -> tuple[float, float, float, float]:
     """Microseconds a step: on average, where nothing is decided, and of a decision; and steps from one to the next."""
-    world = World(batch, cost, lambda world, slots: ACCEPTED, most=MOST, noise=0.03)
+    world = World(batch, cost, lambda world, slots: ACCEPTED, most=MOST, noise=0.03, seed=seed)
     policy = world.adaptive(Timed)
     assert isinstance(policy, Timed), "as asked for"
     world.run(policy, batch, BEGINNING + steps)
@@ -82,8 +82,8 @@ def timed(batch: int, steps: int) -> tuple[float, float, float, float]:
 
 
 def measured(batch: int, steps: int, repeats: int) -> dict[str, Any]:
-    """One row: the medians of the runs, and of the first the smallest and the largest."""
-    runs = [timed(batch, steps) for _ in range(repeats)]
+    """One row: the medians of the runs, each with texts and noise of its own, and of the first the smallest and the largest."""
+    runs = [timed(batch, steps, seed) for seed in range(repeats)]
     step, plain, decision, apart = (statistics.median(found) for found in zip(*runs, strict=True))
     return {
         "shape": "steady batch", "backend": "host", "draft_tokens": MOST, "batch": batch, "repeats": repeats, "steps": steps,

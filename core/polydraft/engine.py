@@ -476,6 +476,9 @@ class Engine:
             max_blocks=limits.max_blocks,
             shares=self.resolved.prefix_cache,
         )
+        self.totals = EngineTotals(
+            accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts, drafts_per_step=[0] * limits.window
+        )
         self.scheduler = Scheduler(
             limits,
             self.slots,
@@ -483,15 +486,13 @@ class Engine:
             self.runner.columns,
             self.info.capabilities.row_order,
             policy=self.draft_policy,
+            totals=self.totals,
         )
         self._input_processor = InputProcessor(
             model=self.model, tokenizer=self.tokenizer, limits=limits, verify=self.resolved.verify, seed=self.config.seed,
             processing=self.runner.processing, constraints=self._constraints,
         )  # fmt: skip
         self.requests: dict[str, Request] = {}
-        self.totals = EngineTotals(
-            accepted_at=[0] * limits.num_drafts, drafted_at=[0] * limits.num_drafts, drafts_per_step=[0] * limits.window
-        )
         learned = bool(self._draft_layers()) and not self.resolved.accept_schedule
         self.alarms = AcceptanceAlarms(
             self.totals, self.slots, logging.getLogger(__name__).warning, floor=FLOOR if learned else 0.0

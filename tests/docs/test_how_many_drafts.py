@@ -61,7 +61,8 @@ def works() -> list[list[dict[str, Any]]]:
 
 def test_the_trace_is_as_the_page_says() -> None:
     traces = {rows[0]["shape"]: rows for rows in works() if rows[0]["work"] == "trace"}
-    assert script.best(traces["ernie21, H200"])["auto_over_this_spread"][0] > 1.0
+    for name in ("ernie21, H200", "mimo-7b, H200"):
+        assert script.best(traces[name])["auto_over_this_spread"][0] > 1.0, "ahead of every fixed number, with every seed"
     assert min(script.best(rows)["auto_over_this"] for rows in works()) > 0.97
     first = [script.best(rows)["auto_over_this_first"] for rows in works()]
     assert f"it is {sum(first) / len(first):.3f} of it over all cells, and {min(first):.3f} at worst" in PAGE

@@ -19,6 +19,7 @@ from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import DraftPolicy, DraftView, Windows
 from polydraft.host.rehearsal import MOST_S, Rehearsal
 from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
 
 
 class Step(NamedTuple):
@@ -77,6 +78,8 @@ class World:
         self.chosen: list[int] = []
         """What the policy has answered."""
         self.tokens = 0
+        self.totals = EngineTotals(accepted_at=[0] * most, drafted_at=[0] * most)
+        """What the policy sees of them; `tokens` is what they will be once all outcomes are known."""
         self.spared = 0
         """Rows that windows have left out."""
         self.now = 0.0
@@ -117,7 +120,7 @@ class World:
     def step(self, policy: DraftPolicy, count: int | None = None, *, has_prefill: bool = False) -> int:
         """One step of the first `count` slots, by default of those that have not ended; answers the drafts that it makes."""
         slots = np.flatnonzero(self.slots.num_known < self.slots.max_total) if count is None else np.arange(count)
-        made = policy.choose(DraftView(self.slots, slots, has_prefill))
+        made = policy.choose(DraftView(self.slots, slots, has_prefill, self.totals))
         most = np.minimum(self._window, self.slots.window[slots])
         rows = most if self._windows is None else self._windows.limit(most, self.slots, slots)
         self._windows = getattr(policy, "windows", None)  # of the next step, as the scheduler has it
@@ -146,6 +149,7 @@ class World:
         at = self.slots.num_rounds[slots]
         self.slots.rounds[slots, at], self.slots.round_drafts[slots, at] = accepted, verified
         self.slots.num_rounds[slots] += 1
+        self.totals.add(int((accepted + 1).sum()), accepted, verified)
         self.slots.num_known[slots] += accepted + 1
         self._clock = ended
 

@@ -70,10 +70,10 @@ def test_times_of_steps_with_prompts_are_not_those_of_decoding() -> None:
 def test_a_step_without_requests_that_decode_keeps_the_number() -> None:
     world = World(4, COSTS["weights"], lambda world, slots: np.array(GOOD))
     policy = world.adaptive()
-    before = policy.choose(DraftView(world.slots, np.arange(0), True))
+    before = policy.choose(DraftView(world.slots, np.arange(0), True, world.totals))
     assert before == 3
     world.run(policy, 4, 100)
-    assert policy.choose(DraftView(world.slots, np.arange(0), True)) in policy.rungs
+    assert policy.choose(DraftView(world.slots, np.arange(0), True, world.totals)) in policy.rungs
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -83,7 +83,7 @@ def test_where_all_requests_are_others_it_decides_at_once(size: int) -> None:
     world.run(policy, size, 1000)
     with mock.patch.object(policy, "_decide", wraps=policy._decide) as decided:
         for _ in range(3):
-            policy.choose(DraftView(world.slots, np.arange(0), True))
+            policy.choose(DraftView(world.slots, np.arange(0), True, world.totals))
             world.begin()
             before = decided.call_count
             world.step(policy, size)
@@ -98,7 +98,7 @@ def test_drafts_are_soon_tried_for_requests_of_which_nobody_verified_one(size: i
     policy = world.adaptive()
     world.run(policy, size, 1000)
     assert world.chosen[-1] == 0
-    policy.choose(DraftView(world.slots, np.arange(0), True))
+    policy.choose(DraftView(world.slots, np.arange(0), True, world.totals))
     world.begin()
     world.run(policy, size, within)
     assert max(world.chosen[-within:]) > 0
@@ -131,7 +131,7 @@ def test_requests_that_come_when_all_have_gone_soon_show_that_they_are_others() 
     policy = world.adaptive()
     world.run(policy, 32, 500)
     assert policy.acceptance.of_all()[0] == pytest.approx(0.8, abs=0.05)
-    policy.choose(DraftView(world.slots, np.arange(0), True))
+    policy.choose(DraftView(world.slots, np.arange(0), True, world.totals))
     assert policy.acceptance.of_all()[0] == pytest.approx(0.8, abs=0.1), "nobody has shown anything else"
     world.begin()
     world.run(Always(3), 32, 4)
@@ -338,6 +338,34 @@ def test_places_that_nobody_tries_are_soon_believed_to_be_like_the_one_before() 
     assert policy.acceptance.of_all()[1] > 0.8
 
 
+@pytest.mark.parametrize(("late", "before", "after"), [(0, 0.9, 0.1), (1, 0.9, 0.1), (1, 0.3, 0.95)])
+def test_it_decides_at_once_where_other_drafts_are_accepted_than_expected(late: int, before: float, after: float) -> None:
+    """Within 24 steps; the next decision would come after 48 or more."""
+    chances = np.full(5, before)
+    world = World(32, COSTS["weights"], lambda world, slots: chances, late=late)
+    policy = world.adaptive()
+    while policy._left < 48:
+        world.step(policy, 32)
+    chosen = world.chosen[-1]
+    assert chosen > 0, "where no draft is verified nothing shows"
+    chances[:] = after
+    world.run(policy, 32, 24)
+    assert world.chosen[-1] < chosen if after < before else world.chosen[-1] > chosen, world.chosen[-24:]
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_what_is_accepted_is_no_surprise_where_nothing_changes(size: int) -> None:
+    """Requests that are unlike each other, of which some verify fewer drafts."""
+    surprises = 0
+    for seed in range(4):
+        world = World(size, COSTS["weights"], unlike, noise=0.03, late=1, seed=seed)
+        policy = world.adaptive()
+        with mock.patch.object(policy.acceptance, "refuted", wraps=policy.acceptance.refuted) as refuted:
+            world.run(policy, size, 1500)
+        surprises += refuted.call_count
+    assert surprises <= 8
+
+
 def test_a_bucket_beside_a_known_one_needs_hardly_a_trial() -> None:
     world = World(64, COSTS["weights"], lambda world, slots: np.array(POOR), noise=0.05)
     policy = world.adaptive()
@@ -393,7 +421,7 @@ def test_requests_whose_drafts_are_seldom_right_verify_few(noise: float) -> None
     fixed = max(World(32, COSTS["weights"], unlike, noise=noise).run(Always(k), 32, 1500) for k in policy.rungs)
     assert adaptive > (1.03 if noise else 1.05) * fixed
     assert policy.windows is not None
-    assert policy.windows.rows[::2].mean() > 2.0 * policy.windows.rows[1:32:2].mean()
+    assert policy.windows.rows[::2].mean() > (1.5 if noise else 2.0) * policy.windows.rows[1:32:2].mean()
     report = policy.report()
     assert 0 < report["limited_steps"] < 1500
     assert report["row_ms"]["32"] == pytest.approx(1e3 * 0.02, rel=0.75 if noise else 0.05), "as the world has it"
@@ -543,8 +571,8 @@ def test_behind_a_rehearsal_it_begins_faster() -> None:
 
     worlds = [(cost, chances) for cost in COSTS.values() for chances in (GOOD, POOR)]
     gains = [pace(*world, rehearsed=True) / pace(*world, rehearsed=False) for world in worlds]
-    assert min(gains) > 0.98
-    assert sum(gains) > 1.01 * len(gains)
+    assert min(gains) > 0.96, "who begins without decides anew as soon as drafts are not accepted"
+    assert sum(gains) > 1.005 * len(gains)
 
 
 def test_a_rehearsal_ends_when_its_time_is_over() -> None:

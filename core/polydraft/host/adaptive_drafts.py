@@ -3,7 +3,8 @@
 Two things decide how many drafts pay: what a step costs with them, and how many of them the target accepts. Both are learned
 while requests are served. A step that verifies k drafts and makes k new ones is timed from one plan to the next, by rung and by
 bucket of decoding requests, as soon as the steps before it were of the same kind; acceptance is counted by request and by place
-in the window, and forgotten slowly. Decisions are seldom, and seldomer while nothing follows from them.
+in the window, and forgotten slowly. Decisions are seldom, and seldomer while nothing follows from them, but one is made at once
+where more or fewer drafts are accepted than the last one expected.
 
 What is maximised is the pace of the requests, their tokens a second in the geometric mean, weighted so that the time in which all
 of them end is shortest (`shares`). A request that is slow holds its slot the longer, so that a token of it is worth the more. The
@@ -28,6 +29,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,9 +40,10 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.host.draft_policy import DraftView, Windows, ladder
 from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
 from polydraft.step.graphs import default_buckets
 
-SOON, EVERY, SELDOM = 4, 16, 160
+SOON, EVERY, SELDOM = 4, 16, 256
 """Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most; `EVERY` where
 something does, and twice `SOON` where others decode than before."""
 LOOK, MANY = 32, 1024
@@ -71,6 +74,9 @@ FORGET, FORGET_ALL = 0.95, 0.98
 """What is left of a round's evidence about its request after the next round, and about all requests after the next step: a place
 that nobody tries any more is soon taken to be like the one before it, which may have changed. As much as of all is left of a
 request's evidence about a place after a round that verified no draft there: in the end it is tried again."""
+CHECK, SURPRISE, REFUTED = 4, 4.0, 0.25
+"""Timed steps from one look at how many drafts are accepted to the next; standard deviations from what was expected at which
+the next decision is made at once; and what is left then of the evidence of before."""
 PRIOR, PRIOR_CHANCE, OTHERS = 4.0, 0.7, 32.0
 """Rounds that what is known of all requests counts for in the estimate of one; what is believed of all at first; and rounds that
 count of all at most where none of those requests is left, since others may be of another kind."""
@@ -303,6 +309,11 @@ class Acceptance:
         self._all = self._all * FORGET_ALL**steps + np.add.reduce(found[:2], axis=2, dtype=np.int64)
         self._seen[decode] = rounds
 
+    def refuted(self) -> None:
+        """What was seen last contradicts what was seen before."""
+        self._counts *= REFUTED
+        self._all *= REFUTED
+
     def fade(self) -> None:
         """Those who decode next are others."""
         self._all *= min(1.0, OTHERS / max(float(self._all[1, 0]), 1.0))
@@ -334,6 +345,8 @@ class Acceptance:
         return chances
 
 
+_ODD = range(1, 512, 2)
+"""What the square of a number of drafts grows by from one to the next."""
 _ROUNDS = np.arange(LOOK + 1)
 _LEFT = FORGET**_ROUNDS * FORGET_ALL ** np.maximum(_ROUNDS[:, None] - _ROUNDS, 0)
 """What is left of evidence about a place, by number of rounds, and of those that verified a draft there."""
@@ -400,6 +413,9 @@ class AdaptiveDrafts:
         self._samples: list[float] = []
         self._tokens: list[int] = []
         """Those in the caches, at every eighth of `_samples`."""
+        self._expected, self._counted = (0.0, math.inf), (0, 0)
+        """Mean and variance of the drafts accepted in a round, as the last decision has them; and the engine's rounds and
+        accepted drafts at the first of `_samples`."""
         self.windows: Windows | None = None
         """What requests verify at most, as `DraftPolicy` says."""
         self._limited_seconds = 0.0
@@ -419,8 +435,11 @@ class AdaptiveDrafts:
                 self.acceptance.fade()
             return self.rungs[self._rung]
         if self._settled >= SETTLING:
-            if not len(self._samples) % 8:
+            timed = len(self._samples)
+            if not timed % 8:
                 self._tokens.append(tokens_of(view))
+            if not timed % CHECK:
+                self._check(view.totals, timed)
             self._samples.append(now - self._before)
         self._settled, self._before = self._settled + 1, now
         self._step += 1
@@ -431,6 +450,18 @@ class AdaptiveDrafts:
         if self._left <= 0:
             self._decide(view)
         return self.rungs[self._rung]
+
+    def _check(self, totals: EngineTotals, timed: int) -> None:
+        """Decide at once where other numbers of drafts are accepted, in so many steps since the first one that was timed, than
+        the last decision expected. What it expected is uncertain itself: it rests on the rounds that are not forgotten."""
+        if not timed:
+            self._counted = totals.rounds, totals.accepted
+            return
+        (mean, variance), rounds = self._expected, totals.rounds - self._counted[0]
+        error = totals.accepted - self._counted[1] - mean * rounds
+        if error**2 > SURPRISE**2 * variance * rounds * (1.0 + timed * (1.0 - FORGET)):
+            self.acceptance.refuted()
+            self._left = 0
 
     def _enter(self, bucket: int) -> None:
         """Another number of requests decodes, or others than before: steps are timed anew, and decided on at once; but behind a
@@ -483,7 +514,15 @@ class AdaptiveDrafts:
             chosen = ways[taken].rung, ways[taken].spared > 0.0
             steps = self._pause = min(2 * self._pause, SELDOM) if chosen == self._chosen else EVERY
             self._chosen = chosen
+        self._expect(lasting, ways[taken], kept)
         self._take(ways[taken], self._windows(view, kept) if ways[taken].spared else None, steps)
+
+    def _expect(self, lasting: Array, way: _Way, kept: Array) -> None:
+        """Note how many drafts are accepted in a round, if it goes on in this way."""
+        made = lasting[: self.rungs[way.rung]]
+        at = (np.add.reduce(made * kept[: len(made)] if way.spared else made, axis=1) / lasting.shape[1]).tolist()
+        mean = sum(at)
+        self._expected = mean, sum(map(operator.mul, at, _ODD)) - mean**2
 
     def _ways(self, mean: Array, lasting: Array, gains: Array) -> tuple[list[_Way], Array]:
         """Every rung, by index; and every rung with those drafts alone that are worth their rows, which are [places, n] bool.

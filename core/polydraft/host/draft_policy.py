@@ -15,6 +15,7 @@ from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError
 from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
 
 LADDER = (0, 1, 2, 3, 5)
 """Numbers of drafts that a step may make, besides the most that the engine is built for."""
@@ -26,12 +27,13 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 class DraftView(NamedTuple):
-    """What a policy may look at: the host's view of every slot, which of them decode in the step ([n] slots), and whether
-    prompts are computed beside them."""
+    """What a policy may look at: the host's view of every slot, which of them decode in the step ([n] slots), whether prompts are
+    computed beside them, and what the engine has counted so far."""
 
     slots: SlotTable
     decode: Array
     has_prefill: bool
+    totals: EngineTotals
 
 
 class Windows(NamedTuple):

@@ -24,6 +24,7 @@ from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows
 from polydraft.host.kv_blocks import NO_GRANT, BlockLedger, Grant
 from polydraft.host.request import Request, Status
 from polydraft.host.slots import SlotTable
+from polydraft.host.totals import EngineTotals
 from polydraft.program.columns import ColumnWriter, max_staged_tokens
 from polydraft.program.declare import Admission, Column
 from polydraft.program.plan import StepPlan
@@ -43,9 +44,11 @@ class Scheduler:
 
     def __init__(
         self, limits: Limits, slots: SlotTable, ledger: BlockLedger, columns: Sequence[Column], row_order: RowOrder = "slot", *,
-        policy: DraftPolicy | None = None,
+        policy: DraftPolicy | None = None, totals: EngineTotals | None = None,
     ) -> None:  # fmt: skip
+        """`totals`: what the policy may look at besides."""
         self.limits, self.slots, self.ledger, self.row_order = limits, slots, ledger, row_order
+        self._totals = EngineTotals() if totals is None else totals
         self._writer = ColumnWriter(columns, limits)
         self._policy: DraftPolicy = Always(limits.num_drafts) if policy is None else policy
         self._rungs = tuple(self._policy.rungs)
@@ -88,7 +91,7 @@ class Scheduler:
             # A request that was just preempted and has nothing in flight frees its slot at once, without an empty step.
             return self.plan() if self._drained().size else None
         self._step_id += 1
-        num_drafts = self._choose(DraftView(self.slots, decode, bool(chunks)))
+        num_drafts = self._choose(DraftView(self.slots, decode, bool(chunks), self._totals))
         if last is None or chunks:
             plan = self._assemble(decode, rows, chunks, admitted, grant, window=window, num_drafts=num_drafts)
         else:

@@ -180,6 +180,17 @@ def test_memory_is_bounded_over_many_texts() -> None:
     assert {name: value.nbytes for name, value in vars(texts.index).items() if isinstance(value, np.ndarray)} == before
 
 
+def test_where_there_is_no_match_nobody_is_followed() -> None:
+    """Memory that nothing was written to is full of token 0, as these texts are: who went along with it left it at its end."""
+    texts = Texts(1, max_len=60)
+    texts.tokens[:] = 0
+    for key in range(STRETCH // 10):
+        texts.keys[0] = key
+        texts.show({0: [0] * 30})
+        texts.show({0: [0] * 31})
+        assert texts.guess(0) == [0] * AHEAD
+
+
 def test_texts_longer_than_what_is_kept_leave_their_end() -> None:
     texts = Texts(1, kept=100)
     texts.grow(0, list(range(1000)))

@@ -174,8 +174,9 @@ class SuffixIndex:
             self._tried = self._counted(self._tried, level[offsets < tried[..., None]])
             self._held = self._counted(self._held, level[offsets < (held * (match > 0))[..., None]])
             self._weigh()
+        held *= match > 0  # a place without a match is nowhere: it must not wander off the texts
         self._place[:, rows] = place + held
-        self._match[:, rows] = (match + held) * ((match > 0) & (held == count))
+        self._match[:, rows] = (match + held) * (held == count)
 
     @staticmethod
     def _counted(counts: Array, levels: Array) -> Array:

@@ -222,6 +222,35 @@ def test_where_rank_0_cannot_be_built_the_others_end():
         build(plugin=wrap(reference, polydraft_open_device=refuse))
 
 
+@pytest.mark.parametrize("interrupted", [1, 2])
+@NATIVE
+def test_ctrl_c_while_processes_are_started_leaves_none(interrupted: int, monkeypatch: pytest.MonkeyPatch):
+    write = ProcessChannel._write
+
+    def stop(self: ProcessChannel, *message: Any) -> None:
+        if self._rank == interrupted:
+            raise KeyboardInterrupt
+        write(self, *message)
+
+    monkeypatch.setattr(ProcessChannel, "_write", stop)
+    with soon(), pytest.raises(KeyboardInterrupt) as caught, split("narrow", 4, backend="cpu"):
+        pass
+    assert ranks_alive() == [], caught
+
+
+def test_threads_end_where_not_all_of_them_can_be_started(monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "rank 2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with soon(), pytest.raises(RuntimeError, match="can't start new thread"), split("narrow", 4):
+        pass
+
+
 def test_an_error_of_rank_0_ends_all():
     def fail(launch: Callable[[], None], count: int) -> None:
         if count == 40:

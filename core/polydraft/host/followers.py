@@ -312,7 +312,11 @@ def start_threads(size: int, capacity: int, patience_s: float, overlap: int, bui
     exchanges = Exchange.of_threads(size, capacity, math.inf)
     exchanges[0].patience_s = patience_s
     first, *others = (Group(rank, size, exchange) for rank, exchange in enumerate(exchanges))
-    return Followers(first, [ThreadChannel(group, build, overlap) for group in others])
+    with ExitStack() as unless_all:
+        unless_all.callback(first.exchange.close)
+        channels = [ThreadChannel(group, build, overlap) for group in others]
+        unless_all.pop_all()
+    return Followers(first, channels)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -399,7 +403,10 @@ class ProcessChannel:
         self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True)
         self._watcher.start()
-        self._write(json.dumps({**start, "rank": rank, "memory": memory}).encode())
+        with ExitStack() as unless_said:
+            unless_said.callback(self.drop)
+            self._write(json.dumps({**start, "rank": rank, "memory": memory}).encode())
+            unless_said.pop_all()
 
     def send(self, message: bytes, data: Data = ()) -> None:
         """Put it into the mailbox, or where it is long write it into the pipe, and say so there."""
@@ -440,6 +447,11 @@ class ProcessChannel:
     def behind(self) -> int:
         """Those in its mailbox."""
         return self._box.behind
+
+    def drop(self) -> None:
+        """Have it end where nobody is going to use it: who watches a process would keep it for good."""
+        self._ending = True
+        self.join()
 
     def join(self) -> None:
         """Wait, and kill what does not end."""
@@ -487,5 +499,10 @@ def start_processes(size: int, capacity: int, patience_s: float, start: Mapping[
         Exchange.prepare(memory, size, capacity)
         exchange = Exchange.over(memory, 0, size, capacity, patience_s)
         known = {**start, "size": size, "capacity": capacity}
-        channels = [ProcessChannel(rank, exchange, known, memory) for rank in range(1, size)]
+        channels = list[ProcessChannel]()
+        unless_all = kept.enter_context(ExitStack())
+        for rank in range(1, size):
+            channels.append(ProcessChannel(rank, exchange, known, memory))
+            unless_all.callback(channels[-1].drop)
+        unless_all.pop_all()
     return Followers(Group(0, size, exchange), channels)

@@ -782,7 +782,7 @@ class Engine:
             self.apply(plan, outcome)
         self.alarms.step(replayed=flight.shape is not None)
         if self.draft_state is not None:
-            self.draft_state.step(plan)
+            self.draft_state.step(plan, outcome)
 
     def apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Fold the outcome of a step into slots, requests and totals, and call the observers."""

@@ -150,6 +150,28 @@ def drive_with_update(served_by: Engine, changed: Path, running: Any) -> None:
     assert all(output.finish_reason == "length" for output in served_by.poll())
 
 
+@pytest.mark.parametrize("by", ["lazy-1", "lazy-2"])
+def test_a_request_that_a_step_has_left_out_is_not_checked(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device pauses those that lack blocks: what lies behind the passes of such a step is not of their drafts."""
+    served_by = engine(MODEL, device=by, draft_tokens=3, max_num_seqs=3, block_size=4, num_blocks=22, **ALL)
+    begin, paused, looked = DraftStateCheck._begin, 0, 0
+
+    def where_some_are_paused(self: DraftStateCheck, *of_step: Any) -> None:
+        nonlocal paused, looked
+        if served_by.totals.paused > paused:
+            begin(self, *of_step)
+            looked += 1
+        paused = served_by.totals.paused
+
+    monkeypatch.setattr(DraftStateCheck, "_begin", where_some_are_paused)
+    for _ in range(6):
+        drive(served_by, ASKS)
+    assert looked > 3
+    assert checks(served_by)[0] > 0
+    assert checks(served_by)[1] == 0
+    served_by.close()
+
+
 def test_the_rows_themselves_are_the_same_bits() -> None:
     """On the reference, whose cache can be read: keys and values of the MTP layer before a check and behind it."""
     served_by = engine(MODEL, draft_tokens=3, max_num_seqs=1, block_size=4, **ALL)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polydraft.device import Array
 from polydraft.host.differences import Differences
 from polydraft.host.request import Request, Status
 from polydraft.host.scheduler import Scheduler
 from polydraft.host.slots import SlotTable
-from polydraft.program.plan import Drafted, StepPlan
+from polydraft.program.plan import Drafted, StepOutcome, StepPlan
 
 
 @dataclass
@@ -52,21 +53,22 @@ class DraftStateCheck:
         self._due, self._turn = 0.0, 0
         self._check: _Check | None = None
 
-    def step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """A step was applied."""
         self._due = min(self._due + self._share * int(np.count_nonzero(plan.decode)), 1.0)
         if self._check is not None:
             self._go_on(self._check, plan)
         if self._check is None and self._due >= 1.0 and plan.num_made:
-            self._begin(plan)
+            self._begin(plan, outcome.drafted >= 0)
 
     def forget(self) -> None:
         """Weights change, or steps are void: what was drafted before cannot be compared with what is drafted after."""
         self._check = None
 
-    def _begin(self, plan: StepPlan) -> None:
-        """Preempt one of the requests for which the step has drafted, another one each time."""
-        t, slots = self._slots, plan.slots[plan.decode]
+    def _begin(self, plan: StepPlan, had_round: Array) -> None:
+        """Preempt one of the requests for which the step has drafted, another one each time. `had_round` [n] bool, by sequence:
+        the device pauses those that lack blocks, and what lies behind their passes is of another step, or of nothing."""
+        t, slots = self._slots, plan.slots[plan.decode & had_round]
         fit = slots[~t.draining[slots] & ~t.bound[slots] & (t.num_known[slots] + 1 < t.max_total[slots]) & (t.window[slots] > 1)]
         if not fit.size:
             return

@@ -184,7 +184,8 @@ class Engine:
         resolved, config, rungs = self.resolved, replace(self.config, backend=self.info.name), self.draft_policy.rungs
         brought = self.proposers.weights(resolved.proposer, self.model, config.draft_model)
         draft_hidden = brought.hidden_size if brought else 0
-        capacity = largest_message(of_ranks(self.model, resolved.ranks), resolved.limits, draft_hidden)
+        share = of_ranks(self.model, resolved.ranks, whole_experts=resolved.whole_experts)
+        capacity = largest_message(share, resolved.limits, draft_hidden)
         if self.info.capabilities.ranks == "threads":
 
             def build(group: Group) -> Engine:

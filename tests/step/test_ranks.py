@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.support.depth import among
 from tests.support.emulator import SCHEDULES
 from tests.support.of_ranks import OPTIONS, WHOLE_EXPERTS, asks, on_one_rank, pieces_read, served, split
 from tests.support.runs import Ask, drive, engine, essence
+from tools import make_checkpoint
 
 MORE = [
     (model, ranks, drafts)
@@ -90,6 +92,19 @@ def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
         kept = running._weights[name].nbytes
     with split(model, 1) as alone:
         assert kept * ranks == alone._weights[name].nbytes
+
+
+def test_whole_experts_may_have_any_number_of_features(tmp_path: Path):
+    """Seven of each, which no two ranks could share out."""
+    config = {**make_checkpoint.FAMILIES["qwen3-moe"], "num_experts": 4, "moe_intermediate_size": 7}
+    model = str(make_checkpoint.make(tmp_path / "model", config))
+    asked = [Ask((1, 2, 3), SamplingParams(max_new_tokens=8, ignore_eos=True)), Ask((9,) * 8, SamplingParams(max_new_tokens=5))]
+    found = []
+    for ranks in (1, 2):
+        running = engine(model=model, tensor_parallel=ranks, expert_parallel=True)
+        found.append([output.token_ids for output in drive(running, asked)])
+        running.close()
+    assert found[0] == found[1]
 
 
 WAYS = [(overlap, graph) for overlap in (0, 1, 2) for graph in ("off", "decode")]

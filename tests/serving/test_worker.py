@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 from polydraft import LLM, SamplingParams
+from polydraft.child_process import running
 from polydraft.errors import RecordError
 from polydraft.output.engine_outputs import EngineOutputs
 from polydraft.output.request_delta import RequestDelta, unpack
@@ -42,7 +47,7 @@ class Wire:
         for name, here, there in zip(("commands", "events"), sockets[:2], ends, strict=True):
             here.bind(f"inproc://{name}")
             there.connect(f"inproc://{name}")
-        self.worker = Worker(*ends)
+        self.worker = Worker(ends[0], ends[1], os.getppid())
         self.sent: list[bool] = []
         self.first: list[int] = []
         """Tokens that were read already."""
@@ -161,6 +166,19 @@ def test_a_record_that_cannot_be_read_ends_what_runs_and_nothing_else(other_end:
         ends |= {delta.handle: (delta.finish, delta.error) for delta in unpack(event.deltas) if delta.finish}
     assert ends[3] == ("length", "")
     other_end.tell(wire.Stop())
+
+
+def test_a_worker_whose_server_is_gone_before_it_begins_ends(tmp_path: Path) -> None:
+    """Somebody else is its parent then from the beginning."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as server:
+        pass
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("commands", "events")]
+    process = subprocess.Popen(running("polydraft.serving.worker", str(server.pid), *endpoints))
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_command_that_is_none_ends_the_worker(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import subprocess
 import tempfile
 import time
@@ -293,7 +294,7 @@ class EngineClient:
                     await self._send(wire.AskStats())
 
     def _spawn(self, endpoints: Sequence[str]) -> subprocess.Popen[bytes]:
-        command = running("polydraft.serving.worker", *endpoints)
+        command = running("polydraft.serving.worker", str(os.getpid()), *endpoints)
         # In a session of its own: a terminal's Ctrl-C is for the server alone, which lets texts end.
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603  this very interpreter
 

@@ -1,10 +1,10 @@
 """The engine's process of the server: one engine on one thread, commands in, what its steps bring out on another.
 
-`python -m polydraft.serving.worker COMMANDS EVENTS` is started by the server's engine client and connects to its two sockets.
-The engine's thread takes commands and steps, also while it waits for requests to finish before weights change or it falls asleep;
-what is new it hands over as arrays (`EngineOutputs`). The other thread makes texts
-and deltas of them and sends those. A slow reader never holds a step up: what nobody has made room for stays in the engine, where
-what further steps bring joins it. It never opens a port and never looks at HTTP.
+`python -m polydraft.serving.worker PARENT COMMANDS EVENTS` is started by the server's engine client, the process PARENT, and
+connects to its two sockets; it ends when that process has gone. The engine's thread takes commands and steps, also while it waits
+for requests to finish before weights change or it falls asleep; what is new it hands over as arrays (`EngineOutputs`). The other
+thread makes texts and deltas of them and sends those. A slow reader never holds a step up: what nobody has made room for stays
+in the engine, where what further steps bring joins it. It never opens a port and never looks at HTTP.
 """
 
 from __future__ import annotations
@@ -112,14 +112,15 @@ class Sender:
 
 
 class Worker:
-    """The loop: take commands, step, hand over. `commands` and `events` are connected."""
+    """The loop: take commands, step, hand over. `commands` and `events` are connected. `parent` is the process that reads them,
+    which may be gone already."""
 
-    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes], parent: int) -> None:
         self._socket, self._sender = commands, Sender(events)
         self._engine: Engine | None = None
         self._begin = self._last = time.monotonic()
         self._step_s = self._gap_s = self._idle_s = 0.0
-        self._parent = os.getppid()
+        self._parent = parent
         self._stopping = self._pending = False
         """Whether outputs wait in the engine for room."""
         self._timing: tuple[float, float] = 0.0, 0.0
@@ -342,10 +343,11 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     commands, events = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    for socket, endpoint in zip((commands, events), sys.argv[1:], strict=True):
+    parent, *endpoints = sys.argv[1:]
+    for socket, endpoint in zip((commands, events), endpoints, strict=True):
         socket.setsockopt(zmq.LINGER, 1000 * ORPHANED_S)
         socket.connect(endpoint)
-    worker = Worker(commands, events)
+    worker = Worker(commands, events, int(parent))
     try:
         sent = worker.run()
     except (Exception, SystemExit):  # noqa: BLE001  the process ends of it, whatever its other thread waits for

@@ -8,7 +8,6 @@ finds that some rank has failed.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessInbox, Rungs, follow, said
+from polydraft.json_text import parsed
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.ranks import Exchange, Group
 
@@ -34,7 +34,7 @@ def opened(function: str, text: str) -> Checkpoint:
 def main() -> int:
     """Build the engine of this rank and follow. Returns the exit status."""
     pipe = FileIO(0, closefd=False)  # not `sys.stdin`, which is buffered (`read_message`)
-    start = json.loads(read_message(pipe))
+    start = parsed(read_message(pipe))
     rank, size = start["rank"], start["size"]
     exchange = Exchange.over(start["memory"], rank, size, start["capacity"], math.inf)
     os.close(start["memory"])

@@ -162,8 +162,8 @@ def test_verify_refuses_what_was_changed(conform: Callable[..., Answer], tmp_pat
         (("reference", "--feature", "densest"), "feature is 'densest', wanted some of dense, sampling, "),
         (("reference", "report.json"), "one argument too many"),
         (("verify",), "needs the path of a report.json"),
-        (("verify", "no/such/report.json"), "cannot be read as a report"),
-        (("reference", "--level", "L1", "--waivers", "no.json"), "waivers no.json cannot be read"),
+        (("verify", "no/such/report.json"), "the report no/such/report.json is missing"),
+        (("reference", "--level", "L1", "--waivers", "no.json"), "the file of waivers no.json is missing"),
         (("reference", "--prove", "--level", "L2"), "leave out all but BACKEND, --device, --plugin, --seed"),
     ],
 )

@@ -133,6 +133,11 @@ def test_a_key_that_does_not_end_is_no_call() -> None:
     assert read("hermes", [text]) == read("hermes", [*text]) == (text, [])
 
 
+def test_a_name_that_nests_without_end_is_no_call() -> None:
+    text = '<tool_call>{"name": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert read("hermes", [text]) == (text, [])
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [

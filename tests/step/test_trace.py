@@ -300,25 +300,25 @@ def test_a_file_reads_back_as_it_was(recording: tuple[str, Recording], tmp_path:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("no JSON", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("{}", "otherData"),
+        ("no JSON", "is no valid JSON, got Expecting value"),
+        ("[]", "holds a JSON list, wanted a JSON object"),
+        ("{}", "is no timeline of polydraft (KeyError: 'otherData')"),
         ('{"otherData": {"schema": "polydraft.timeline/9"}, "traceEvents": []}', "another schema"),
         ('{"otherData": {"schema": "polydraft.timeline/1", "device_times": ""}, "traceEvents": [{"ph": "X"}]}', "KeyError"),
-        (b"\xff\xfe", "UnicodeDecodeError"),
+        (b"\xff\xfe", "is no valid JSON, got 'utf-8' codec"),
     ],
 )
 def test_another_file_is_refused_in_one_sentence(content: str | bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match="is no timeline of polydraft") as caught:
+    with pytest.raises(ConfigError, match="make one with polydraft generate --trace FILE") as caught:
         read(file)
     assert said in str(caught.value)
     assert str(file) in str(caught.value)
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path, recording: tuple[str, Recording]) -> None:
-    with pytest.raises(ConfigError, match="cannot be read, got No such file"):
+    with pytest.raises(ConfigError, match="is missing, wanted a JSON file; make one with"):
         read(tmp_path / "nowhere.json")
     for save in (write, write_html, write_png):
         arguments = (tmp_path / "no" / "folder.x", recording[1])

@@ -283,8 +283,9 @@ def test_truncated_shard(tmp_path: Path, cut: int) -> None:
         (struct.pack("<Q", 1 << 40) + b"{}", "is truncated or corrupt"),
         (b'{"schema": "polydraft.error/1"}', "is no safetensors file, got b'{\"schema' at its beginning"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (struct.pack("<Q", 4) + b"{{}}", "corrupt header"),
-        (struct.pack("<Q", 2) + b"[]", "corrupt header"),
+        (struct.pack("<Q", 4) + b"{{}}", "is no valid JSON, got "),
+        (struct.pack("<Q", 2) + b"[]", "holds a JSON list, wanted a JSON object"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "is no valid JSON, got values that nest too deep"),
         (struct.pack("<Q", 8) + b'{"x": 1}', "corrupt header"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_line_of_many_brackets_is_no_json(tmp_path: Path) -> None:
     file.write_text("[" * 100_000)
     done = run("generate", "--prompts", str(file))
     assert done.returncode == 2
-    assert f"{file} line 1: no JSON: " in said(done)
+    assert f"{file} line 1 is no valid JSON, got " in said(done)
 
 
 def test_keys_that_are_no_text(tmp_path: Path) -> None:

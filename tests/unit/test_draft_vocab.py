@@ -74,8 +74,8 @@ def test_ranks_have_the_rows_of_their_own_tokens():
         ({}, ":3", r"got an empty object"),
         ({"1": 2, "01": 3}, "", r"got '01': 3, wanted a token id"),
         ({"٣": 1}, "", r"got '٣': 1, wanted a token id"),
-        ([3, 4], "", r"got list, wanted an object"),
-        ("no json", "", r"cannot be read \(Expecting value"),
+        ([3, 4], "", r"holds a JSON list, wanted a JSON object"),
+        ("no json", "", r"is no valid JSON, got Expecting value"),
         ({"8": 1}, "", r"got '8': 1, wanted a token id below 8 and a count; was it made with this model's tokenizer\?"),
         ({"-1": 1}, "", r"got '-1': 1"),
         ({"a": 1}, "", r"got 'a': 1"),
@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(file: Callable[[object], str
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"the token counts cannot be read .*No such file"):
+    with pytest.raises(ConfigError, match=r"--draft-vocab .*none\.json is missing, wanted a JSON file; give a file of token ids"):
         read(str(tmp_path / "none.json"), 8)
 
 

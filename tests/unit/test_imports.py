@@ -81,8 +81,27 @@ def unpickling(tree: ast.AST, path: Path) -> list[str]:
     return found
 
 
+def json_parsing(tree: ast.AST, path: Path) -> list[str]:
+    """Return the places that parse JSON past `polydraft.json_text`, which refuses what nests without end."""
+    if path == CORE / "polydraft" / "json_text.py":
+        return []
+    names = {"load", "loads", "JSONDecoder"}
+    found = []
+    for node in walked(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "json"
+        ):
+            found.append(f"{node.lineno}: {node.attr}")
+        elif isinstance(node, ast.ImportFrom) and node.module == "json":
+            found += [f"{node.lineno}: {alias.name}" for alias in node.names if alias.name in names]
+    return found
+
+
 Check = Callable[[ast.AST, Path], list[str]]
-CHECKS: list[Check] = [foreign_imports, environment_reads, unpickling]
+CHECKS: list[Check] = [foreign_imports, environment_reads, unpickling, json_parsing]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -113,6 +132,9 @@ def test_core_has_none(check: Check):
         (unpickling, "x = np.load(path, allow_pickle=True)"),
         (unpickling, "x = np.load(path, allow_pickle=flag)"),
         (unpickling, "x = eval(text)"),
+        (json_parsing, "import json\nx = json.loads(text)"),
+        (json_parsing, "import json\nx = json.load(file)"),
+        (json_parsing, "from json import loads as parse"),
     ],
 )
 def test_check_sees(check: Check, source: str):
@@ -122,7 +144,7 @@ def test_check_sees(check: Check, source: str):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_check_lets_pass(check: Check):
     source = "import os\nimport numpy as np\nfrom polydraft.errors import ConfigError\nfrom . import sibling\n"
-    source += "x = np.load(path, allow_pickle=False)\ny = os.path.join('a', 'b')\nmodel.eval()\n"
+    source += "x = np.load(path, allow_pickle=False)\ny = os.path.join('a', 'b')\nmodel.eval()\nimport json\njson.dumps(x)\n"
     assert not check(ast.parse(source), CORE / "polydraft" / "planted.py")
 
 

@@ -182,7 +182,7 @@ def test_doctor_shows_each_and_a_file_that_is_none(chip: Chip, monkeypatch: pyte
     assert "it died" in rows[1]["reason"]
     variants.file().write_text("{")
     rows = next(one for one in examine()["backends"] if one["name"] == "chip")["variants"]
-    assert "variants.json cannot be read" in rows[0]["reason"]
+    assert "variants.json is no valid JSON, got " in rows[0]["reason"]
 
 
 def test_one_whose_pack_is_gone_says_so(chip: Chip):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft import environment
+from polydraft import environment, json_text
 from polydraft.cli.options import common, names
 from polydraft.contracts.features import FEATURES
 from polydraft.errors import ConfigError, PluginError
@@ -282,11 +282,8 @@ def _progress() -> Any:
 def _verify(path: Path, *, as_json: bool) -> int:
     from polydraft.conformance.report import verify
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.UsageError(f"{path} cannot be read as a report: {error}") from error
-    wrong = verify(content) if isinstance(content, dict) else ["this is no report"]
+    content = json_text.read(path, dict, "name a report that polydraft conform --out wrote", what=f"the report {path}")
+    wrong = verify(content)
     if as_json:
         click.echo(json.dumps({"schema": "polydraft.verify/1", "report": str(path), "consistent": not wrong, "problems": wrong}))
     elif wrong:

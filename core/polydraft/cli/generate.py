@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft import json_text
 from polydraft.cli.options import FAILED, INTERRUPTED, common, parameter, token_bias
 from polydraft.cli.options import engine as engine_options
 from polydraft.errors import HazardError
@@ -232,12 +233,14 @@ def _constraint(given: dict[str, Any]) -> dict[str, Any]:
     if "regex" in asked or not asked:
         return {"constraint": asked} if asked else {}
     ((kind, file),) = asked.items()
+    if kind == "json_schema":
+        fix = "give a file with one JSON schema"
+        schema = json_text.read(Path(file), object, fix, what=f"--json-schema {file}", error=click.UsageError)
+        return {"constraint": {kind: schema}}
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        return {"constraint": {kind: json.loads(text) if kind == "json_schema" else text}}
-    except (OSError, ValueError, RecursionError) as error:
-        option, wanted = f"--{kind.replace('_', '-')}", {"json_schema": "one JSON schema", "grammar": "a grammar"}[kind]
-        raise click.UsageError(f"{option} {file} cannot be read: {error}; give a file with {wanted}") from error
+        return {"constraint": {kind: Path(file).read_text(encoding="utf-8")}}
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--grammar {file} cannot be read: {error}; give a file with a grammar") from error
 
 
 def _extra(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ The command modules use it as decorators. It imports nothing heavy and prints no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from polydraft.json_text import parsed
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses besides 0: the thing asked for failed; bad usage; Ctrl-C."""
@@ -74,8 +75,8 @@ def parameter(value: str) -> tuple[str, Any]:
     if not name or not given:
         raise click.BadParameter(f"{value!r} is no NAME=VALUE, wanted the name of a parameter and its value, such as scale=1.5")
     try:
-        return name, json.loads(text)
-    except (ValueError, RecursionError):
+        return name, parsed(text)
+    except ValueError:
         return name, text
 
 

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from polydraft import json_text
 from polydraft.errors import ConfigError, RequestError
 from polydraft.sampling_params import SamplingParams
 
@@ -63,14 +64,7 @@ def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _job(line: bytes, where: str, defaults: Mapping[str, Any]) -> Job:
-    try:
-        entry = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{where}: no UTF-8 text: {error}; convert the file to UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: no JSON: {error}; write one JSON object a line") from error
-    if not isinstance(entry, dict):
-        raise RequestError(f"{where}: got {type(entry).__name__}, wanted a JSON object; write {{...}} on each line")
+    entry = json_text.checked(line, dict, where, "write one JSON object a line, {...}, in UTF-8", error=RequestError)
     _refuse_unknown_keys(entry, where)
     own = {key: value for key, value in entry.items() if key not in OWN_KEYS}
     try:

@@ -28,6 +28,7 @@ from polydraft.conformance.outcomes import Result, as_result
 from polydraft.conformance.report import Selection, with_causes
 from polydraft.conformance.target import Target
 from polydraft.errors import DeviceError, PluginError
+from polydraft.json_text import parsed
 
 if TYPE_CHECKING:
     from polydraft.conformance.check import Check
@@ -182,7 +183,7 @@ def _watch(
             text = rest + file.read()
             *whole, rest = text.split("\n")
             for line in whole:
-                watched.take(json.loads(line), listen)
+                watched.take(parsed(line), listen)
                 since, patience = time.monotonic(), limit_s
             waited = time.monotonic() - since
             if watched.finished:
@@ -283,4 +284,4 @@ if __name__ == "__main__":
     if WHERE is not None:
         faulthandler.register(WHERE)
     with Path(sys.argv[1]).open("w", encoding="utf-8") as lines_file:
-        _child(lines_file, json.loads(sys.argv[2]))
+        _child(lines_file, parsed(sys.argv[2]))

@@ -30,6 +30,7 @@ from polydraft.conformance.rank_jobs import JOBS, Found
 from polydraft.conformance.target import Opened, Target
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.followers import ENDING_S, SHARED
+from polydraft.json_text import parsed
 from polydraft.ranks import Exchange, Group
 
 MODULE: Final = "polydraft.conformance.rank_processes"
@@ -214,7 +215,7 @@ class Other:
         message = read_message(self._answers)
         if not message:
             return DeviceError(self._sentence())
-        said = json.loads(message)
+        said = parsed(message)
         if "error" in said:
             return DeviceError(said["error"]) if said["device"] else RuntimeError(said["error"])
         return {name: _array(*one) for name, one in said["left"].items()}
@@ -243,7 +244,7 @@ def _said(found: Found | Exception) -> dict[str, Any]:
 def main(start: str, inside: str) -> None:
     """Do the jobs that come over standard input, until it is closed: also by the end of rank 0 in the middle of a job, in which
     this rank would wait for it without end."""
-    said = json.loads(start)
+    said = parsed(start)
     target = Target(**said["target"])
     rank, jobs = Rank(target, said["rank"]), queue.SimpleQueue[bytes]()
 
@@ -257,7 +258,7 @@ def main(start: str, inside: str) -> None:
     threading.Thread(target=deliver, name="jobs", daemon=True).start()
     with suppress(BrokenPipeError), os.fdopen(int(inside), "wb") as answers:
         while message := jobs.get():
-            meeting, job, values = json.loads(message)
+            meeting, job, values = parsed(message)
             write_message(answers, json.dumps(_said(rank.do(Meeting(*meeting), job, values))).encode())
     rank.close()
 

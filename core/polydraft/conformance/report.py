@@ -38,6 +38,7 @@ from polydraft.conformance.target import Target
 from polydraft.conformance.verdict import Verdict, judge
 from polydraft.conformance.waivers import Waiver, apply
 from polydraft.errors import ConfigError
+from polydraft.json_text import as_json
 
 SCHEMA = "polydraft.conform/1"
 NO_CASES = ("expansion", "repeat", "seeds", "surprises")
@@ -269,7 +270,7 @@ def make(
         "results": [asdict(result) for result in results],
     }  # fmt: skip
     content |= {"off_device": off_device} if off_device is not None else {}
-    content = json.loads(json.dumps(content))  # what is judged is what is written
+    content = as_json(content)  # what is judged is what is written
     content["verdict"] = _verdict(content)
     content["digest"] = digest_of(content)
     return Report(content)

@@ -6,12 +6,12 @@ waived.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
+from polydraft import json_text
 from polydraft.conformance.outcomes import Result
 from polydraft.errors import ConfigError
 
@@ -29,17 +29,17 @@ class Waiver:
 
 def load(path: Path) -> list[Waiver]:
     """Waivers of a JSON file, a list of objects with every field. Raises `ConfigError` for anything else."""
+    records = json_text.read(path, list, "name a file of waivers, or correct it", what=f"the file of waivers {path}")
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
         for number, record in enumerate(records):
             if set(record) != {field.name for field in fields(Waiver)}:
                 raise ValueError(f"entry {number} has {', '.join(record)}")
         waivers = [Waiver(**{**record, "versions": tuple(record["versions"])}) for record in records]
         for waiver in waivers:
             date.fromisoformat(waiver.expires)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"waivers {path} cannot be read ({type(error).__name__}: {error}), wanted a JSON list of objects with id, reason, "
+            f"the file of waivers {path} cannot be used ({type(error).__name__}: {error}), wanted objects with id, reason, "
             "url, expires (YYYY-MM-DD) and versions; correct the file"
         ) from error
     return waivers

@@ -32,6 +32,7 @@ from polydraft.contracts.packing import PACKINGS, Matrix, PackedWeight
 from polydraft.device import Array
 from polydraft.errors import DeviceError, PolydraftError
 from polydraft.host.draft_policy import DraftView
+from polydraft.json_text import parsed
 from polydraft.program.host_inputs import HostInputs
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
@@ -181,7 +182,7 @@ def _change(rank: Rank, message: bytes) -> None:
     """Do what a message about weights says."""
     begin = 2 * _WORD.size
     (size,) = _WORD.unpack_from(message, _WORD.size)
-    what, *words = json.loads(message[begin : begin + size])
+    what, *words = parsed(message[begin : begin + size])
     if what == "keep":
         name, packing, shape, forms = words
         arrays = _arrays(message, begin + size + -size % 8, forms)

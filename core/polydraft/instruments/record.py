@@ -9,7 +9,6 @@ A recorded step runs eagerly, with a wait behind every launch: what is recorded 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from polydraft.device import Array, Buffer, Device, Launch, Staging, Stream
 from polydraft.errors import ConfigError, ContractError
 from polydraft.instruments.base import Aside, Instrument, Setting, bare
 from polydraft.instruments.record_file import Call, Record, RecordedCache, RecordedWeight, Tensors, digest_of
+from polydraft.json_text import as_json
 from polydraft.plugins.program_pass import Fill
 from polydraft.program.points import Stage
 from polydraft.program.program import step_meta
@@ -267,7 +267,7 @@ class CallRecorder(Instrument):
             "block_size": resolved.limits.block_size,
             "config": resolved.describe(),
         }
-        return dict(json.loads(json.dumps(about)))  # what it is once it has been in a file
+        return dict(as_json(about))
 
 
 def _specs(kernel: Kernel) -> dict[str, Spec]:

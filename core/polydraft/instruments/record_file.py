@@ -19,6 +19,7 @@ import numpy as np
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError, ConfigError
 from polydraft.instruments.output_file import writing
+from polydraft.json_text import parsed
 from polydraft.program.plan import StepWidth
 
 SCHEMA: Final = "polydraft.record/1"
@@ -166,10 +167,10 @@ def read(path: str | Path) -> Record:
             if file.metadata.get("schema") != SCHEMA:
                 raise ValueError(f"its schema is {file.metadata.get('schema')!r}")
             tensors = Tensors({key: Tensor(file.array(key), _NAMES[stored.dtype]) for key, stored in file.tensors.items()})
-            return _record(json.loads(file.metadata["record"]), tensors)
+            return _record(parsed(file.metadata["record"]), tensors)
         finally:
             file.close()
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no record of kernel calls ({type(error).__name__}: {error}), wanted a file of schema {SCHEMA}; make one "
             "with polydraft generate --record FILE"

@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from polydraft import json_text
 from polydraft.errors import ConfigError
 from polydraft.instruments.output_file import writing
 from polydraft.instruments.timeline import DEVICE, HOST, Recording, Span
@@ -56,15 +57,13 @@ def _named(what: str, side: int, lane: int, name: str) -> dict[str, Any]:
 
 def read(path: str | Path) -> Recording:
     """Read a file that `write` wrote; times are seconds since its first span. Raises `ConfigError` for anything else."""
+    fix = "make one with polydraft generate --trace FILE"
+    document = json_text.read(Path(path), dict, fix)
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
         return _recording(document)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read, got {error.strerror or error}; name a file that --trace wrote") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no timeline of polydraft ({type(error).__name__}: {error}), wanted a file of schema {SCHEMA}; make one "
-            "with polydraft generate --trace FILE"
+            f"{path} is no timeline of polydraft ({type(error).__name__}: {error}), wanted a file of schema {SCHEMA}; {fix}"
         ) from error
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polydraft.errors import CheckpointError, RequestError
+from polydraft.json_text import as_json
 from polydraft.models.config_file import read_json_object
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ class ChatTemplate:
             )
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            data = json.loads(json.dumps({"messages": present, "tools": tools, "variables": dict(variables or {})}))
-        except (TypeError, ValueError, RecursionError) as error:
+            data = as_json({"messages": present, "tools": tools, "variables": dict(variables or {})})
+        except ValueError as error:
             raise RequestError(f"messages or tools hold what JSON does not know: {error}; send plain data") from error
         names = {**self.special_tokens, **data["variables"]}
         names |= {"messages": data["messages"], "tools": data["tools"], "add_generation_prompt": add_generation_prompt}

@@ -6,13 +6,13 @@ The checkpoint reader, the families and the tokenizer call it. It does not guess
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polydraft import json_text
 from polydraft.errors import CheckpointError
 
 __all__ = ["ConfigFile", "eos_token_ids", "read_json_object"]
@@ -29,19 +29,9 @@ def read_json_object(
 
     Errors: `CheckpointError` naming the file when it is missing, unreadable, no valid JSON, or no object.
     """
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # it may never say anything
-            raise CheckpointError(f"{path} cannot be read, got a pipe or a device, wanted a readable file")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing, wanted a JSON file; {missing}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read, got {error.strerror}, wanted a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON, got {error}, wanted a JSON object; {spoilt}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, wanted a JSON object; {spoilt}")
-    return value
+    if path.exists() and not path.is_file() and not path.is_dir():  # it may never say anything
+        raise CheckpointError(f"{path} cannot be read, got a pipe or a device, wanted a readable file; {missing}")
+    return json_text.read(path, dict, spoilt, missing=missing, error=CheckpointError)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ holes. The `safetensors` package hands NumPy no bfloat16, hence this reader.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import weakref
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polydraft import json_text
 from polydraft.errors import CheckpointError
 
 __all__ = ["SafetensorsFile", "StoredTensor"]
@@ -221,11 +221,11 @@ def _parse_header(
         )
     if length > size - 8:
         raise CheckpointError(f"{path} is truncated or corrupt, got {size} bytes, wanted a header of {length} bytes; {_AGAIN}")
+    header = json_text.checked(read(8, length), dict, f"the header of {path}", _AGAIN, error=CheckpointError)
     try:
-        header = json.loads(read(8, length))
         metadata = dict(header.pop("__metadata__", None) or {})
         tensors = {name: _parse_entry(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has a corrupt header, got {error!r}, wanted safetensors JSON; {_AGAIN}") from error
     _check_layout(path, tensors, 8 + length, size)
     return tensors, metadata

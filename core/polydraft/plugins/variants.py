@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from polydraft import environment
+from polydraft import environment, json_text
 from polydraft.backend import BackendInfo
 from polydraft.errors import ConfigError
 
@@ -71,12 +71,9 @@ def file() -> Path:
 def filed() -> tuple[Judgement, ...]:
     """Every judgement on file, the newest first. Raises `ConfigError` for a file that cannot be read as one."""
     path = file()
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return ()
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); {AGAIN}") from error
+    content = json_text.read(path, dict, AGAIN)
     try:
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}")

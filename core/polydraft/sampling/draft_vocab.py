@@ -9,13 +9,12 @@ The file is JSON, an object of token ids and counts: {"13": 90210, "262": 77, ..
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from polydraft import json_text
 from polydraft.contracts.kernels.spread_logits import NO_PLACE
 from polydraft.device import Array
 from polydraft.errors import ConfigError
@@ -71,14 +70,7 @@ def read(option: str, vocab_size: int, always: Collection[int] = ()) -> Array:
 
 def _counts(path: Path, vocab_size: int) -> Mapping[int, int]:
     """Counts by token id, checked."""
-    try:
-        held: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--draft-vocab {path}: the token counts cannot be read ({error}); give a file of JSON, token ids and their counts"
-        ) from error
-    if not isinstance(held, dict):
-        raise ConfigError(f"--draft-vocab {path}: got {type(held).__name__}, wanted an object of token ids and counts; mend it")
+    held = json_text.read(path, dict, "give a file of token ids and their counts", what=f"--draft-vocab {path}")
     if not held:
         raise ConfigError(f"--draft-vocab {path}: got an empty object, wanted one of token ids and counts; count some text")
     ids = {str(token): token for token in range(vocab_size)}

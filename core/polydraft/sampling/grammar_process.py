@@ -11,7 +11,6 @@ Messages to a process are JSON, those from it a header and bytes (`ANSWER`); bot
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from polydraft.json_text import parsed
 from polydraft.sampling.automaton import NOTHING, Automaton, MatcherError, reason_of
 from polydraft.sampling.thinking import Markers, Thinking
 
@@ -141,7 +141,7 @@ class GrammarProcess:
     def _read(self) -> list[Any] | None:
         size = self._bytes(LENGTH.size)
         data = None if size is None else self._bytes(*LENGTH.unpack(size))
-        return None if data is None else list(json.loads(data))
+        return None if data is None else list(parsed(data))
 
     def _bytes(self, count: int) -> bytes | None:
         parts = bytearray()

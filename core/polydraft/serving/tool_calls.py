@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from polydraft.json_text import parsed
 from polydraft.serving.markers import cut
 
 
@@ -417,18 +418,21 @@ class CallReader:
         return ""
 
 
+_NONE: Final = object()
+
+
 def _json(text: str) -> Any:
-    """A value of JSON; None for what is none."""
+    """A value of JSON that an answer can have, which excludes NaN and half of a character; `_NONE` for what is none."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return None
+    except (msgspec.DecodeError, RecursionError):
+        return _NONE
 
 
 def _within(text: str) -> str:
     """What a string of JSON says, line ends as they are among what it may have; one that is none as it was written."""
     try:
-        said = str(json.loads(text, strict=False))
+        said = str(parsed(text, strict=False))
         said.encode()
     except ValueError:  # or half a character, which no answer can have
         return text
@@ -437,11 +441,7 @@ def _within(text: str) -> str:
 
 def _as_json(text: str) -> str:
     """A value as it is where it is JSON, else as a text."""
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text.strip()
+    return json.dumps(text, ensure_ascii=False) if _json(text) is _NONE else text.strip()
 
 
 def _escaped(text: str) -> str:

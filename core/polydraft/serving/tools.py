@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from polydraft.errors import RequestError
+from polydraft.json_text import parsed
 from polydraft.serving import protocol
 from polydraft.serving.tool_calls import END_KEY, END_VALUE, FORMS, KEY, VALUE, CallForm
 
@@ -92,8 +93,8 @@ def with_calls(message: Mapping[str, Any], form: CallForm | None) -> dict[str, A
         function = dict(call["function"])
         arguments = function.get("arguments") or "{}"
         try:
-            value = json.loads(arguments)
-        except (ValueError, RecursionError):
+            value = parsed(arguments)
+        except ValueError:
             value = None
         if not isinstance(value, dict):
             raise RequestError(
@@ -136,7 +137,7 @@ def bound(
     several = named is None and body.parallel_tool_calls is not False
     grammar = _Grammar(form, called, token, exact=forced, several=several)
     if schema is not None and not forced:
-        return grammar.text(f"GAP? {grammar.calls} | GAP? {_schema(json.loads(schema))}")
+        return grammar.text(f"GAP? {grammar.calls} | GAP? {_schema(parsed(schema))}")
     return grammar.text(f"GAP? {grammar.calls}" if forced else grammar.between_text())
 
 

@@ -176,7 +176,7 @@ def main() -> int:
     """Run one soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", required=True)
-    parser.add_argument("--model", default="")
+    parser.add_argument("--model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--invariant", action="store_true")

@@ -30,8 +30,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 class EngineConfig:
     """Wishes for one engine. None and "auto" leave the choice to negotiation, which says what it chose and why."""
 
-    model: str = ""
-    """Directory of the checkpoint; "" is the embedded demo model."""
+    model: str | None = None
+    """Directory of the checkpoint; None is the embedded demo model."""
     backend: str = AUTO
     """Name of an installed backend; a plugin object, as tests have them, is taken as it is."""
     device: str = ""
@@ -132,8 +132,9 @@ class EngineConfig:
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("model", "device", "proposer", "draft_model", "draft_vocab", "dtype"):
+        for name in ("device", "proposer", "draft_model", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
+        object.__setattr__(self, "model", self._directory())
         for name in ("tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "max_batched_tokens"):
             self._whole(name, minimum=1)
         self._drafts()
@@ -189,6 +190,13 @@ class EngineConfig:
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {value!r}, wanted a text; correct it or leave it out")
         return value
+
+    def _directory(self) -> str | None:
+        """That of the model."""
+        directory = self._text("model") if self.model is not None else None
+        if directory == "":  # such as of a shell variable that is not set
+            raise ConfigError("model is '', wanted the directory of a checkpoint; name one, or leave it out for the demo model")
+        return directory
 
     def _drafts(self) -> None:
         given = self.draft_tokens

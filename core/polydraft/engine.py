@@ -461,7 +461,7 @@ class Engine:
         return {role: () if contract in replaced else packings(role) for role, contract in served.items()}
 
     def _model_dir(self) -> Path:
-        if self.config.model:
+        if self.config.model is not None:
             return Path(self.config.model)
         from polydraft.demo import demo_model_path
 

@@ -211,6 +211,8 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_no_directory(tmp_path: Path) -> None:
     refusal(tmp_path / "absent", "absent", "is no directory", "nothing there")
+    with pytest.raises(CheckpointError, match=r"^model '' is no directory, got an empty name, wanted a local directory"):
+        Checkpoint("")
     (tmp_path / "file").write_text("")
     refusal(tmp_path / "file", "is no directory", "a file")
     refusal(tmp_path / ("x" * 5000), "is no directory", "got an error (File name too long)")

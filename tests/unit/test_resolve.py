@@ -113,6 +113,8 @@ def test_wishes_of_another_kind_are_refused():
         with pytest.raises(ConfigError, match=f"{name} is .*, wanted a (text|list); correct it or leave it out"):
             EngineConfig(**{name: value})
     assert EngineConfig(model=Path("a") / "b", device=None) == EngineConfig(model="a/b")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^model is '', wanted the directory of a checkpoint; name one, or leave it out for"):
+        EngineConfig(model="")
     plugin: Any = object()
     assert EngineConfig(backend=plugin).backend is plugin, "a plugin that is no installed one, which choosing looks at"
 

@@ -216,7 +216,7 @@ def _answer(config: EngineConfig, found: Sequence[Seen], said: str) -> dict[str,
     """The JSON answer, of schema polydraft.mtp_check/1."""
     return {
         "schema": SCHEMA,
-        "model": config.model,
+        "model": config.model or "",
         "verdict": said,
         "tried": [
             {

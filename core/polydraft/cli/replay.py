@@ -94,8 +94,8 @@ def _target(stack: ExitStack, backend: str, *, device: str, files: tuple[str, ..
 @contextmanager
 def _weights(record: Record, model: str | None) -> Iterator[Weights | None]:
     """Where weights come from that the file only names: `--model`, or the demo model where that was recorded."""
-    directory = Path(model) if model else None
-    if directory is None and record.about.get("demo"):
+    directory: str | Path | None = model
+    if model is None and record.about.get("demo"):
         from polydraft.demo import demo_model_path
 
         directory = demo_model_path()

@@ -261,7 +261,7 @@ class CallRecorder(Instrument):
             "plugins": engine.plugins.report(),
             "device": engine.device.spec,
             "model": engine.model.name,
-            "demo": not engine.config.model and engine.checkpoint.path == demo_model_path(),
+            "demo": engine.config.model is None and engine.checkpoint.path == demo_model_path(),
             "dtype": resolved.dtype,
             "invariant": resolved.invariant,
             "block_size": resolved.limits.block_size,

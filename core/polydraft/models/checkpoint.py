@@ -49,7 +49,15 @@ class Checkpoint:
         """Open the directory `path`. Errors: `CheckpointError` for whatever is missing, malformed or pickled in it."""
         self.path = Path(path)
         try:
-            got = "" if self.path.is_dir() else "a file" if self.path.exists() else "nothing there"
+            got = (
+                "an empty name"
+                if path == ""
+                else ""
+                if self.path.is_dir()
+                else "a file"
+                if self.path.exists()
+                else "nothing there"
+            )
         except OSError as error:  # the name is too long, or a folder above it may not be read
             got = f"an error ({error.strerror})"
         if got:

@@ -555,7 +555,7 @@ def _limits(n: _Negotiation, length: int, drafts: int, bytes_of: Callable[[int],
         block_size=block,
         num_blocks=num_blocks,
         max_blocks=per_slot,
-        max_stop_tokens=MAX_STOP_TOKENS,
+        max_stop_tokens=MAX_STOP_TOKENS + len(n.model.eos_token_ids),
         vocab_size=n.model.vocab_size,
         max_logprobs=-1 if config.logprobs is None else config.logprobs,
     )

@@ -19,7 +19,7 @@ from polydraft.errors import RequestError
 MAX_SEED = 2**64 - 1
 """Seeds have 64 bits."""
 MAX_STOP_TOKENS = 16
-"""Stop token ids of one request, those of the model included."""
+"""Stop token ids of one request, besides those of the model, of which there may be any number."""
 MAX_STOPS = 1000
 """Stop strings of one request."""
 MAX_STOP_CHARACTERS = 16384

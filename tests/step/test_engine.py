@@ -6,7 +6,9 @@ What a request must give is taken from the same request served alone (`runs.solo
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -22,7 +24,8 @@ from polydraft.errors import ConfigError, DeviceError, RequestError
 from polydraft.host.request import Status
 from polydraft.instruments.base import Instrument
 from polydraft.program.points import Stage
-from tests.support import runs
+from polydraft.sampling_params import MAX_STOP_TOKENS
+from tests.support import runs, tiny
 from tests.support.depth import crossed
 from tests.support.meddling import byte_checkpoint
 from tests.support.runs import Ask, drive, essence, solo
@@ -177,6 +180,24 @@ def test_the_end_of_text_is_a_token_but_no_text():
     (output,) = drive(make(), [Ask(prompt, SamplingParams(max_new_tokens=24))])
     assert (output.token_ids, output.finish_reason) == (free.token_ids[:end], "stop")
     assert output.text == make().tokenizer.decode(free.token_ids[: end - 1])
+
+
+def test_a_model_with_more_ends_than_a_request_may_name(device: str, tmp_path: Path):
+    """Each of them ends a text, beside as many stop tokens as one may name."""
+    free = eventful()
+    unseen = sorted({*range(runs.engine(MODEL).model.vocab_size)} - {*free.token_ids})
+    of_model, of_request = unseen[:30], tuple(unseen[-MAX_STOP_TOKENS:])
+    last = free.token_ids[5]
+    assert not {*of_model} & {*of_request}
+    directory = Path(shutil.copytree(tiny.checkpoint(MODEL), tmp_path / "many"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [*of_model, last]}))
+    options: dict[str, Any] = {"model": str(directory), "plugins": tiny.PLUGINS, "max_num_seqs": 4, "draft_tokens": K}
+    many = runs.engine(device=device, **options)
+    assert len(many.model.eos_token_ids) > MAX_STOP_TOKENS
+    own = SamplingParams(max_new_tokens=24, stop_token_ids=of_request)
+    end = free.token_ids.index(last) + 1
+    for output in drive(many, [Ask(free.prompt_ids, own), Ask(free.prompt_ids, replace(own, stop_token_ids=()))]):
+        assert (output.token_ids, output.finish_reason) == (free.token_ids[:end], "stop")
 
 
 # -- aborts --------------------------------------------------------------------------------------------

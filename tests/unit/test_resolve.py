@@ -75,6 +75,8 @@ def test_defaults_of_a_synchronous_backend():
     assert (limits.num_drafts, limits.window, limits.max_seqs, limits.max_logit_rows) == (3, 4, 8, 32)
     assert (limits.max_len, limits.block_size, limits.max_blocks, limits.num_blocks) == (128, 16, 8, 64)
     assert (limits.max_rows, limits.vocab_size, limits.max_stop_tokens) == (512, 40, 16)
+    ended = run(model=dataclasses.replace(MODEL, eos_token_ids=tuple(range(20))))
+    assert ended.limits.max_stop_tokens == 36, "those of the model, and as many as a request may name"
 
 
 def test_graphs_are_off_where_they_would_miss_something():

@@ -19,7 +19,7 @@ from polydraft.models.tokenizer import Tokenizer
 from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.processing import Processing
 from polydraft.sampling.thinking_stage import ThinkingLimits
-from polydraft.sampling_params import MAX_STOP_TOKENS, SamplingParams
+from polydraft.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,6 @@ class InputProcessor:
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.model.eos_token_ids
         ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
-        if len(ids) > MAX_STOP_TOKENS:
-            more = f"{len(ids)} stop token ids, wanted at most {MAX_STOP_TOKENS} with the model's own; name fewer"
-            raise RequestError(more, "stop_token_ids")
         if max(ids, default=0) >= self.model.vocab_size:
             raise RequestError(
                 f"stop token id {max(ids)} is none of this model, wanted at most {self.model.vocab_size - 1}; correct the "

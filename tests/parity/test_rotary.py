@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polydraft.errors import CheckpointError
 from polydraft.models import ConfigFile
 from polydraft.models.rotary import KINDS, Rotation
 from tests.parity.test_sparse import SPARSE, sparse
@@ -114,6 +115,7 @@ def test_frequencies_are_those_of_transformers(name: str, spelling: str) -> None
     assert rotation.max_len == LENGTHS.get(name, rotation.max_len)
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
 ORIGINAL = 8
 """Tokens for which the tiny models below are "trained": their prompts are longer."""
 SCALED: Mapping[str, Mapping[str, Any]] = {
@@ -148,6 +150,35 @@ def test_target(tmp_path: Path, logits_fn: LogitsFn, architecture: str, kind: st
     theirs = target_logits(model, PROMPT)[1].numpy()
     ours, _ = logits_fn(save(model, tmp_path), PROMPT, 0, {})
     assert distance(ours, theirs) < TOLERANCE
+
+
+WHOLE = ("Mistral", *(name for name in FAMILIES if name != "Glm4Moe"))
+"""Families of which no model was published that rotates a share of its heads."""
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_theta"])
+@pytest.mark.parametrize("architecture", WHOLE)
+def test_a_share_of_heads_that_rotate_whole(tmp_path: Path, architecture: str, spelling: str) -> None:
+    """Transformers' models of these families do not read it, wherever it stands."""
+    model = (sparse if architecture in SPARSE else build)(architecture, rope_parameters={**DEFAULT, "partial_rotary_factor": 0.5})
+    theirs = target_logits(model, PROMPT)[1].numpy()
+    config = save(model, tmp_path) / "config.json"
+    stated = json.loads(config.read_text())
+    assert stated["rope_parameters"]["partial_rotary_factor"] == 0.5
+    if spelling == "rope_theta":
+        del stated["rope_parameters"]
+        config.write_text(json.dumps({**stated, "rope_theta": 100.0, "partial_rotary_factor": 0.5}))
+    assert distance(oracle_logits(tmp_path, PROMPT, 0, {})[0], theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_share_of_heads_that_rotate_whole_and_are_scaled(tmp_path: Path, kind: str) -> None:
+    """Transformers' tables are then of the share, and its models of these families fail."""
+    model = build("Llama", rope_parameters={**SCALED[kind], "rope_theta": 100.0, "partial_rotary_factor": 0.5})
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        target_logits(model, PROMPT)
+    with pytest.raises(CheckpointError, match=f"partial_rotary_factor is 0.5 beside a rotation of type {kind}, wanted 1"):
+        oracle_logits(save(model, tmp_path), PROMPT, 0, {})
 
 
 CHANGES: list[tuple[str, Mapping[str, Any]]] = [

@@ -66,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "stretched-yarn": {
-        **_STRETCHED, "partial_rotary_factor": 0.75,
+        **_STRETCHED, "architectures": ["TinyPartial"], "partial_rotary_factor": 0.75,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 0.1},
     },
     "with-biases": {
@@ -104,7 +104,7 @@ def weights(name: str) -> Tensors:
     if config["architectures"] == ["TinyShared"]:
         shapes = _with_qk_norm(shapes, config["head_dim"])
     tensors = make_checkpoint.draw(
-        shapes, like_config, rng, embedding_first=architecture not in ("MiMoForCausalLM", "TinyShared")
+        shapes, like_config, rng, embedding_first=architecture not in ("MiMoForCausalLM", "TinyShared", "TinyPartial")
     )
     if config["architectures"] == ["TinyMirrored"]:
         tensors = {t: value - 1 if "norm.weight" in t else value for t, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""Two model families that only tests have, so that every switch of an MTP head is exercised by some tiny checkpoint.
+"""Three model families that only tests have, so that every switch of an MTP head is exercised by some tiny checkpoint.
 
 It has the families and the hook that returns them; engines load this file with `plugins=(tiny_families.__file__,)`, and `tiny.py`
 uses it for the oracle's registry. The families only describe: weights come from `tiny.py`.
@@ -35,7 +35,15 @@ SHARED = Family(
 )
 """The target's final norm for the head, a masked first position, and a body unlike Qwen2's."""
 
+PARTIAL = Family(
+    architecture="TinyPartial",
+    qkv_bias=True,
+    partial_rotary_factor=1.0,
+    mtp=MtpLayout(**_NAMES, order="hidden_first", feed="pre", final_norm="own", recycle="pre"),
+)
+"""Heads of which a share rotates, where the configuration says so; MiMo in all else."""
+
 
 @hookimpl
 def polydraft_models() -> tuple[Family, ...]:
-    return MIRRORED, SHARED
+    return MIRRORED, SHARED, PARTIAL

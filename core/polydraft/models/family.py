@@ -112,8 +112,9 @@ class Family:
     rope_style: Literal["half", "interleaved"] = "half"
     rope_theta: float = 10000.0
     """The rotary base of a configuration that names none."""
-    partial_rotary_factor: float = 1.0
-    """The share of a head that rotates, of a configuration that does not say."""
+    partial_rotary_factor: float | None = None
+    """The share of a head that rotates, of a configuration that does not say. None: heads rotate whole whatever it says, since
+    transformers' models of the family do not read it."""
     embed: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"

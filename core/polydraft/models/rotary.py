@@ -59,8 +59,9 @@ class Rotation:
     """The whole configuration."""
 
     @classmethod
-    def read(cls, config: ConfigFile, head_dim: int, *, theta: float, share: float) -> Rotation:
-        """Read the section. `theta` and `share` (of a head that turns) are those of a configuration that does not say.
+    def read(cls, config: ConfigFile, head_dim: int, *, theta: float, share: float | None) -> Rotation:
+        """Read the section. `theta` and `share` (of a head that turns) are those of a configuration that does not say; where
+        `share` is None, heads turn whole, whatever it says.
 
         Errors: `CheckpointError` for a malformed or missing key, `CapabilityError` for a kind or key that is not known.
         """
@@ -78,7 +79,13 @@ class Rotation:
                 f"{config.path}: {section} is {dict(keys.values)}, got {wrong}, wanted one rotation for all layers, of a type "
                 f"among {', '.join(KINDS)}; use a model with one of those"
             )
-        share = keys.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
+        stated = keys.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0 if share is None else share))
+        if share is None and kind != "default" and stated != 1:
+            raise CheckpointError(
+                f"{config.path}: partial_rotary_factor is {stated} beside a rotation of type {kind}, wanted 1, since heads of "
+                "these models turn whole; use the config.json of these weights"
+            )
+        share = 1.0 if share is None else stated
         dims = int(head_dim * min(share, 2.0))
         if not 0 < dims <= head_dim or dims % 2:
             raise CheckpointError(

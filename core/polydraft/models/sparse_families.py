@@ -60,7 +60,7 @@ class Glm4Moe(Sparse):
 
     qkv_bias: bool | str = "attention_bias"
     qk_norm: bool | str = "use_qk_norm"
-    partial_rotary_factor: float = 0.5
+    partial_rotary_factor: float | None = 0.5
     mtp: MtpLayout | None = field(
         default_factory=lambda: MtpLayout(
             prefix="model.layers.{layer}.",

@@ -180,7 +180,10 @@ def weights_of(name: str, **changes: Any) -> dict[str, Any]:
         (settings("awq", zero_point=False), r"zero_point is False, wanted True"),
         (settings("awq", group_size=48), r"group_size is 48, wanted one of the packings int4-.*, not int4-group48-zeros"),
         (settings("awq", group_size="64"), r"group_size is '64', wanted a number of inputs, or -1"),
-        (settings("gptq", dynamic={"-:lm_head": {}}), r"dynamic is \{'-:lm_head': \{\}\}, wanted none: one scheme"),
+        (settings("gptq", dynamic={"-:a": {}, "+:b": {"bits": 8}}), r"dynamic is .*'\+:b': \{'bits': 8\}\}, wanted rules '-:'"),
+        (settings("gptq", dynamic={"b": {"group_size": 32}}), r"dynamic is .*, wanted rules '-:' of modules that are left in"),
+        (settings("gptq", dynamic={"-:(": {}}), r"dynamic is \{'-:\(': \{\}\}, wanted .* a regular expression \(missing \)"),
+        (settings("gptq", dynamic=["-:a"]), r"dynamic is \['-:a'\], wanted an object"),
         (settings("gptq", bits=8), r"bits is 8, wanted 4"),
         (settings("fp8-block", fmt="e5m2"), r"fmt is 'e5m2', wanted 'e4m3'"),
         (settings("fp8-block", weight_block_size=[64, 64]), r"weight_block_size is \[64, 64\], wanted \[128, 128\]"),
@@ -233,6 +236,24 @@ def test_a_packed_module_that_the_configuration_leaves_out_is_a_contradiction(tm
     config["quantization_config"] = settings("ct-int4", ignore=["lm_head", r"re:.*q_proj"])
     with pytest.raises(CheckpointError, match=re.escape(f"leaves {Q[:-1]} out, but")):
         opened(write_checkpoint(tmp_path, config, tensors))
+
+
+def test_modules_that_gptqmodel_leaves_in_floats(tmp_path: Path):
+    """Its rules "-:" are patterns that the beginning of a module's name has to fit."""
+    tensors, config, meant = stored(MIMO, "gptq")
+    left = ("model.layers.0.self_attn.q_proj.", "model.layers.0.mlp.down_proj.")
+    held = {name: value for name, value in tensors.items() if not name.startswith(left) or name.endswith("bias")}
+    held |= {f"{module}weight": meant[f"{module}weight"] for module in left}
+    config["quantization_config"] = settings(
+        "gptq", dynamic={r"-:model\.layers\..*q_proj": {}, r"-:model\.layers\.0\.mlp\.down": {}, "-:mlp": {}}
+    )
+    weights = opened(write_checkpoint(tmp_path / "left", config, held))
+    wanted = opened(write_checkpoint(tmp_path / "floats", MIMO, meant))
+    assert DOWN not in weights.packings
+    assert "layers.0.gate_up" in weights.packings, "-:mlp is not the beginning of its name"
+    assert all(np.array_equal(weights[name], wanted[name]) for name in wanted)
+    with pytest.raises(CheckpointError, match=re.escape(f"leaves {Q[:-1]} out, but")):
+        opened(write_checkpoint(tmp_path / "packed", config, tensors))
 
 
 def test_shapes_that_no_word_holds_are_refused():

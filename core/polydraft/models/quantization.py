@@ -369,13 +369,26 @@ class _Section:
     def modules(self, key: str) -> tuple[str, ...]:
         """Names of modules, or of classes of them, or "re:" and a pattern of names."""
         found = self.names(key)
+        self._check_patterns(key, found)
+        return found
+
+    def left_out(self, key: str) -> tuple[str, ...]:
+        """Modules that rules of GPTQModel leave in floats, as `modules` has them: "-:" and a pattern of names each. Its other
+        rules are of modules with bits or groups of their own, which nothing reads."""
+        rules = self.part(key)
+        found = tuple("re:" + rule[2:] if rule.startswith("-:") else "" for rule in (rules.values if rules else ()))
+        if not all(found):
+            self.refuse(key, "rules '-:' of modules that are left in floats alone: the others are packed alike")
+        self._check_patterns(key, found)
+        return found
+
+    def _check_patterns(self, key: str, entries: Sequence[str]) -> None:
         try:
-            for entry in found:
+            for entry in entries:
                 if entry.startswith("re:"):
                     re.compile(entry[3:])
         except (re.error, OverflowError, RecursionError) as error:
             self.refuse(key, f"names, or 're:' with a regular expression ({error})")
-        return found
 
     def part(self, key: str) -> _Section | None:
         value = self.values.get(key)
@@ -422,11 +435,9 @@ def _awq(section: _Section) -> Read:
 def _gptq(section: _Section) -> Read:
     section.choice("bits", 4)
     form = section.choice("checkpoint_format", "gptq", "gptq_v2")
-    if section.values.get("dynamic"):
-        section.refuse("dynamic", "none: one scheme for all modules")
     columns = section.columns("group_size")
     packing = section.packing(Packing("int4", 1, columns, zeros=True), "group_size")
-    return (Group(("Linear",), Gptq(packing, stored_less=form == "gptq")),), ()
+    return (Group(("Linear",), Gptq(packing, stored_less=form == "gptq")),), section.left_out("dynamic")
 
 
 def _compressed_tensors(section: _Section) -> Read:

@@ -781,7 +781,7 @@ class Engine:
             points.notify_around("commit", plan, self.apply, plan, outcome)
         else:
             self.apply(plan, outcome)
-        self.alarms.step(replayed=flight.shape is not None)
+        self.alarms.step(outcome, replayed=flight.shape is not None)
         if self.draft_state is not None:
             self.draft_state.step(plan, outcome)
 

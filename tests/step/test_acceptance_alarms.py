@@ -50,18 +50,18 @@ def test_a_proposer_whose_weights_were_lost(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_graphs_drafted_with_other_weights_is_forgotten() -> None:
-    llm = LLM(draft_tokens=2, max_num_seqs=8)
-    llm.generate(PROMPTS, replace(LONG, max_new_tokens=30))
-    assert llm.engine.alarms._making.any()
+    llm = LLM(draft_tokens=2, max_num_seqs=4, graph="decode")
+    llm.generate(PROMPTS, [replace(LONG, max_new_tokens=20 + 6 * place) for place in range(len(PROMPTS))])
+    assert llm.engine.alarms._pairs
     llm.update_weights(demo_model_path())
-    assert not llm.engine.alarms._making.any()
+    assert not llm.engine.alarms._pairs
     llm.close()
 
 
 @pytest.mark.deep
 def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """On a device with queues, steps of up to 4 requests are replayed, and whatever a graph drafted is another request's."""
-    llm = LLM(backend="reference", device="queued", draft_tokens=2, max_num_seqs=8, graph="decode", graph_sizes=(1, 2, 4))
+    """On a device with queues, steps without a prompt are replayed, and whatever a graph drafted is another request's."""
+    llm = LLM(backend="reference", device="queued", draft_tokens=2, max_num_seqs=4, graph="decode")
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     replay, drafts = graphs.replay, llm.engine.runner.memory.buffers["drafts"]
@@ -72,9 +72,8 @@ def test_graphs_that_draft_from_wrong_rows(caplog: pytest.LogCaptureFixture) -> 
         drafts.host_array[...] = np.roll(drafts.host_array, 1, axis=0)  # type: ignore[attr-defined]
 
     graphs.replay = wrongly  # type: ignore[assignment,method-assign]
-    served(llm)  # eight at once are too many for a graph
-    for prompt in PROMPTS[:4]:
-        llm.generate([prompt, prompt[1:]], replace(LONG, max_new_tokens=60))
+    many = [replace(LONG, seed=place, max_new_tokens=20 + place) for place in range(4 * len(PROMPTS))]
+    llm.generate(PROMPTS * 4, many)  # prompts arrive one by one, beside texts that go on
     found = llm.engine.alarms.count
     assert found["graphs"] == 1
     assert "serve with --graph off" in caplog.text

@@ -12,12 +12,15 @@ from polydraft.contracts.base import Limits
 from polydraft.host.acceptance_alarms import BLOCK, KINDS, AcceptanceAlarms
 from polydraft.host.slots import SlotTable
 from polydraft.host.totals import EngineTotals
+from polydraft.program.plan import StepOutcome
 from polydraft.sentinels import Phase
 from tests.support.depth import among
 
 K = 3
 SLOTS = 8
 NONE = dict.fromkeys(KINDS, 0)
+NOBODY = np.zeros(0, np.int32)
+NO_ROUNDS = StepOutcome(0, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, np.zeros((0, 1), np.int32))
 
 
 class Run:
@@ -30,16 +33,26 @@ class Run:
         self.said: list[str] = []
         self.alarms = AcceptanceAlarms(self.totals, self.slots, self.said.append, **options)
         self.rng = np.random.default_rng(seed)
+        self.slots.num_rounds[:] = 100  # requests are in the middle of their texts
 
-    def steps(self, number: int, chance: Callable[[int, bool], float], *, graph: Callable[[int], bool] = lambda i: True) -> None:
-        """`chance(i, by_graph)` of step i, whose drafts were made by a graph or not."""
+    def steps(
+        self, number: int, chance: Callable[[int, bool], Any], *, graph: Callable[[int], bool] = lambda i: True,
+        served: Callable[[int], Any] = lambda i: range(SLOTS),
+    ) -> None:  # fmt: skip
+        """`chance(i, by_graph)`, of all or by slot, of step i, whose drafts were made by a graph or not; `served(i)`: the slots
+        of that step."""
         before = False
         for i in range(number):
-            p = chance(i, before)
-            accepted = (self.rng.random((SLOTS, K)) < p).cumprod(axis=1).sum(axis=1)
-            self.totals.add(SLOTS + int(accepted.sum()), accepted, np.full(SLOTS, K))
+            slots = np.array(served(i))
+            p = np.broadcast_to(chance(i, before), SLOTS)[slots, None]
+            accepted = (self.rng.random((len(slots), K)) < p).cumprod(axis=1).sum(axis=1)
+            drafted = np.full(len(slots), K)
+            self.totals.add(len(slots) + int(accepted.sum()), accepted, drafted)
+            none = np.zeros(len(slots), np.int32)
+            tokens, epochs = accepted + 1, self.slots.epoch[slots].copy()
+            outcome = StepOutcome(i, slots, epochs, tokens, accepted, drafted, none, none, none, np.zeros((len(slots), K + 1)))
             before = graph(i)
-            self.alarms.step(replayed=before)
+            self.alarms.step(outcome, replayed=before)
 
 
 def test_a_proposer_that_is_never_right() -> None:
@@ -89,6 +102,40 @@ def test_graphs_that_draft_worse() -> None:
     assert "serve with --graph off" in run.said[0]
 
 
+def test_graphs_that_draft_worse_for_short_stretches() -> None:
+    """A prompt arrives every twelve steps and is computed without a graph, beside requests that decode."""
+    run = Run()
+    run.steps(4000, lambda i, by_graph: 0.1 if by_graph else 0.6, graph=lambda i: i % 12 > 0)
+    assert run.alarms.count == {**NONE, "graphs": 1}
+
+
+def test_requests_that_no_graph_serves() -> None:
+    """Too many requests for a graph, of which half are easy and short; then the others alone, by graphs."""
+    run = Run()
+    crowded = lambda i: i % 20 < 8  # noqa: E731  a condition of three calls below
+    run.steps(
+        6000, lambda i, by_graph: [0.2] * 4 + [0.95] * 4, graph=lambda i: not crowded(i),
+        served=lambda i: range(SLOTS if crowded(i) else 4),
+    )  # fmt: skip
+    assert run.alarms.count == NONE
+
+
+def test_a_text_whose_first_drafts_are_easy() -> None:
+    """Those of its prompt's step, which no graph computes: of each request alone the first round, and of no other's."""
+    run, length = Run(), 12
+
+    def begins(i: int) -> range:
+        run.slots.num_rounds[0] = i % length
+        if i % length == 0:
+            run.slots.epoch[0] += 1
+        return range(1)
+
+    run.steps(
+        8000, lambda i, by_graph: 0.95 if i % length == 0 else 0.25, graph=lambda i: i % length != length - 1, served=begins
+    )
+    assert run.alarms.count == NONE
+
+
 def looping(run: Run, slot: int, period: int, *, accepted: int = K) -> None:
     """A request in a slot whose text has that period (0: none), and whose rounds were accepted."""
     t = run.slots
@@ -118,7 +165,12 @@ def test_honest_runs_are_silent(part: int) -> None:
         run = Run(seed)
         stretches = np.clip(run.rng.uniform(0.1, 0.95) * run.rng.uniform(0.75, 1.15, 40), 0.0, 1.0).tolist()
         replayed = (run.rng.random(2000) < run.rng.random()).tolist()
-        run.steps(1600, honest(stretches), graph=replayed.__getitem__)
+        apart = np.clip(run.rng.uniform(0.4, 1.6, SLOTS), 0.0, 1.0) if seed % 2 else np.ones(SLOTS)
+        few = range(int(run.rng.integers(2, SLOTS + 1))) if seed % 2 else range(SLOTS)  # those that graphs serve
+        run.steps(
+            1600, lambda i, by_graph: honest(stretches)(i, by_graph) * apart, graph=replayed.__getitem__,  # noqa: B023
+            served=lambda i: few if replayed[i] else range(SLOTS),  # noqa: B023
+        )  # fmt: skip
         assert run.alarms.count == NONE, (seed, run.said)
         assert run.totals.rounds > 4 * BLOCK
 
@@ -132,5 +184,5 @@ def test_an_engine_without_drafts_has_no_alarms() -> None:
     limits = Limits(1, 0, 8, 8, 64, 16, 8, 4, 1, 100)
     alarms = AcceptanceAlarms(EngineTotals(), SlotTable(limits), pytest.fail)
     for _ in range(200):
-        alarms.step(replayed=False)
+        alarms.step(NO_ROUNDS, replayed=False)
     assert alarms.count == NONE

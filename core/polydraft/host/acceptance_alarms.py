@@ -3,9 +3,10 @@
 Looked at is the first draft of each round, as every round with drafts has one. Four things are told, each once until it has
 passed: hardly any is accepted from the start (`floor`); far fewer than before (`fall`); far fewer of those that captured graphs
 made than of those that were launched one by one (`graphs`); and a text that repeats itself, whose acceptance says nothing about
-the proposer (`loop`). Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent. Two
-more are told through it that are not about acceptance: drafts that are not those of the text (`state`, `draft_state_check.py`),
-and texts that are not those of plain decoding (`text`, `text_check.py`).
+the proposer (`loop`). Shares are compared over hundreds of rounds and by factors of two, so that honest texts stay silent; those
+of graphs within the same texts, each round with its neighbour, since graphs may serve other requests, or other parts of them,
+than single launches do. Two more are told through it that are not about acceptance: drafts that are not those of the text
+(`state`, `draft_state_check.py`), and texts that are not those of plain decoding (`text`, `text_check.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from polydraft.host.slots import SlotTable
 from polydraft.host.totals import EngineTotals
+from polydraft.program.plan import StepOutcome
 from polydraft.sentinels import Phase
 
 BLOCK = 512
@@ -30,6 +32,8 @@ HALF = 0.5
 """A share below this part of another one is told."""
 WORTH = 0.15
 """A share has to be so high for one below it to be a loss."""
+SETTLED = 4
+"""Rounds at the beginning of a text whose drafts are not compared: what follows a prompt may be easy for any proposer."""
 LOOK_EVERY = 64
 """Steps between two looks for texts that repeat themselves."""
 FULL_ROUNDS = 16
@@ -50,13 +54,18 @@ class AcceptanceAlarms:
         self._totals, self._slots, self._say, self._floor = totals, slots, say, floor
         self._active = bool(totals.drafted_at)
         self._before = (0, 0)
-        self._of = np.zeros((2, 2), np.int64)
-        """[by a graph, accepted]: rounds of this block, by who made their drafts and whether the first was accepted."""
-        self._by_graph = False
-        """Whether the step before was replayed: it made the drafts that this one has verified."""
+        self._new = self._good = 0
+        """Rounds of this block, and those whose first draft was accepted."""
+        self._last: StepOutcome | None = None
+        self._by_graph = self._last_by_graph = False
+        """Whether the step before was replayed, which made the drafts that the next one verifies; and the step before that."""
         self._blocks: deque[float] = deque(maxlen=HISTORY)
-        self._making = np.zeros((2, 2), np.int64)
-        """The same as `_of`, over blocks, until there is enough of both."""
+        self._pairs = 0
+        """Rounds beside each other of one text, of which a graph made the drafts of one alone, until there are enough."""
+        self._accepted = [0, 0]
+        """[by a graph]: of which rounds of them the first draft was accepted."""
+        self._epochs = np.full(slots.epoch.shape, -1, slots.epoch.dtype)
+        self._first = np.zeros(slots.epoch.shape, bool)
         self._below = self._low = self._told_graphs = False
         """Whether blocks are below the floor, since which they have not been worth much; and whether the last one was far below
         what was usual."""
@@ -64,34 +73,33 @@ class AcceptanceAlarms:
         self._looping = np.full(slots.epoch.shape, -1, np.int64)
         """Epoch of the request of each slot that was found to repeat itself."""
 
-    def step(self, *, replayed: bool) -> None:
-        """A step was applied. Costs a few comparisons, save at the end of a block and of every `LOOK_EVERY` steps."""
+    def step(self, outcome: StepOutcome, *, replayed: bool) -> None:
+        """A step was applied. Costs a few comparisons, save at the end of a block and of every `LOOK_EVERY` steps, and where
+        graphs begin or stop to serve."""
         if not self._active:
             return
         tried, accepted = self._totals.drafted_at[0], self._totals.accepted_at[0]
         new, good = tried - self._before[0], max(accepted - self._before[1], 0)  # a stop string may take some back
         self._before = tried, accepted
-        by = int(self._by_graph)
-        self._by_graph = replayed
-        if new:
-            good = min(good, new)
-            self._of[by, 1] += good
-            self._of[by, 0] += new - good
-            if self._of.sum() >= BLOCK:
-                self._judge()
+        if self._last is not None and self._by_graph != self._last_by_graph:
+            self._compare(self._last, outcome)
+        self._last, self._last_by_graph, self._by_graph = outcome, self._by_graph, replayed
+        self._new += new
+        self._good += min(good, new)
+        if self._new >= BLOCK:
+            self._judge()
         self._steps += 1
         if not self._steps % LOOK_EVERY:
             self._look()
 
     def weights_changed(self) -> None:
         """What graphs drafted with other weights is not held against what is drafted without them now."""
-        self._making[:] = 0
+        self._pairs, self._accepted = 0, [0, 0]
 
     def _judge(self) -> None:
         """A block has ended."""
-        share = float(self._of[:, 1].sum() / self._of.sum())
-        self._making += self._of
-        self._of[:] = 0
+        share = self._good / self._new
+        self._new = self._good = 0
         usual = statistics.median(self._blocks) if len(self._blocks) >= LEAST_HISTORY else 0.0
         below = share < (WORTH if self._below else self._floor)
         if below and not self._below and usual < WORTH:  # otherwise it is a fall
@@ -115,19 +123,29 @@ class AcceptanceAlarms:
             self._blocks.append(share)
         self._judge_graphs()
 
+    def _compare(self, before: StepOutcome, now: StepOutcome) -> None:
+        """Count the rounds of two steps, of which a graph made the drafts of one alone: of requests that had one in both."""
+        t, had = self._slots, before.drafted > 0
+        self._epochs[:] = -1
+        self._epochs[before.slots[had]], self._first[before.slots[had]] = before.epochs[had], before.accepted[had] > 0
+        both = (now.drafted > 0) & (self._epochs[now.slots] == now.epochs) & (t.num_rounds[now.slots] > SETTLED + 1)
+        self._pairs += int(both.sum())
+        self._accepted[self._by_graph] += int(np.count_nonzero(now.accepted[both]))
+        self._accepted[self._last_by_graph] += int(np.count_nonzero(self._first[now.slots[both]]))
+
     def _judge_graphs(self) -> None:
-        number = self._making.sum(axis=1)
-        if number.min() < BLOCK // 2 or self._told_graphs:
+        if self._pairs < BLOCK or self._told_graphs:
             return
-        eager, graph = (self._making[:, 1] / number).tolist()
+        eager, graph = (accepted / self._pairs for accepted in self._accepted)
         if eager >= WORTH and graph < HALF * eager:
             self._told_graphs = True
             self.tell(
                 "graphs",
-                f"drafts that captured graphs made are accepted in {graph:.1%} of rounds, those of other steps in {eager:.1%}, "
-                "wanted about the same; serve with --graph off, and run polydraft conform --level L3 on this backend",
+                f"drafts that captured graphs made are accepted in {graph:.1%} of rounds, those of the steps beside them, for "
+                f"the same texts, in {eager:.1%}, wanted about the same; serve with --graph off, and run polydraft conform "
+                "--level L3 on this backend",
             )
-        self._making //= 2
+        self._pairs, self._accepted = 0, [0, 0]
 
     def _look(self) -> None:
         """For texts that repeat themselves: of requests whose last rounds were accepted whole."""

@@ -24,6 +24,12 @@ AUTO = "auto"
 VERIFIERS = ("greedy", "coupled", "rejection")
 GRAPH_MODES = ("off", "decode", "prefill")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_LISTS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kernels", "plugins", "weights_ignore", "proposer_options", "mtp_options"), (str,)),
+    **dict.fromkeys(("graph_sizes", "think_start_ids", "think_end_ids", "think_forced_ids"), (int,)),
+    "accept_schedule": (int, float),
+}
+"""Options that are lists, and of what."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,9 @@ class EngineConfig:
     it were. The text then means nothing. () verifies drafts."""
 
     def __post_init__(self) -> None:
-        thinking = "think_start_ids", "think_end_ids", "think_forced_ids"
-        lists = "kernels", "plugins", "graph_sizes", "accept_schedule", "weights_ignore", "proposer_options", "mtp_options"
-        for name in (*lists, *thinking):
-            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted a list; correct it or leave it out")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, kinds in _LISTS.items():
+            object.__setattr__(self, name, self._list(name, kinds))
+        self._flags()
         for name in ("device", "proposer", "draft_model", "draft_vocab", "dtype"):
             object.__setattr__(self, name, self._text(name))
         object.__setattr__(self, "model", self._directory())
@@ -144,12 +147,11 @@ class EngineConfig:
             self._whole("logprobs", minimum=0, maximum=MAX_COLUMNS - 1)
         self._one_of("logprobs_mode", LOGPROBS_MODES)
         for name, example in (("proposer_options", "max_ngram=5"), ("mtp_options", "order=hidden_first")):
-            for option in map(str, getattr(self, name)):
+            for option in getattr(self, name):
                 if "=" not in option:
                     raise ConfigError(f"{name} has {option!r}, wanted texts NAME=VALUE, such as {example}; correct it")
         for chance in self.accept_schedule:
-            given: object = chance
-            if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+            if not 0 <= chance <= 1:
                 raise ConfigError(f"accept_schedule has {chance!r}, wanted chances from 0 to 1, one for each draft; correct it")
         self._share("check_draft_state", "rounds")
         self._share("check_texts", "requests")
@@ -191,6 +193,23 @@ class EngineConfig:
             raise ConfigError(f"{name} is {value!r}, wanted a text; correct it or leave it out")
         return value
 
+    def _flags(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool) and not isinstance(given := getattr(self, field.name), bool):
+                raise ConfigError(f"{field.name} is {given!r}, wanted True or False; correct it or leave it out")
+
+    def _list(self, name: str, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+        """A tuple, of whatever can be gone through; of a path its text."""
+        given = getattr(self, name)
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"{name} is {given!r}, wanted a list; correct it or leave it out")
+        found = tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in given)
+        wrong = [one for one in found if not isinstance(one, kinds) or isinstance(one, bool)]
+        if wrong:
+            what = {str: "texts", int: "whole numbers", float: "numbers"}[kinds[-1]]
+            raise ConfigError(f"{name} has {wrong[0]!r}, wanted a list of {what}; correct it or leave it out")
+        return found
+
     def _directory(self) -> str | None:
         """That of the model."""
         directory = self._text("model") if self.model is not None else None
@@ -225,6 +244,8 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from a mapping; an unknown key is an error that names the nearest known one."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"engine options are {values!r}, wanted a mapping of names and values; correct the call")
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:

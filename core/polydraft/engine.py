@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from polydraft.backend import DeviceOptions, Weight
 from polydraft.config import AUTO, EngineConfig
 from polydraft.contracts.packing import Matrix, unpacked
 from polydraft.device import Array, Sleeping
-from polydraft.errors import CapabilityError, CheckpointError, DeviceError, PolydraftError, RequestError
+from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PolydraftError, RequestError
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
@@ -128,7 +130,8 @@ class Engine:
         `instruments` observe the run, in addition to those of plugins; the hazard checker is added if the configuration asks for
         it. `loading(done, total)` is called while weights are loaded, with bytes. `group` is given to the engines of ranks beside
         rank 0, which plan nothing: their steps are launched by `polydraft.host.followers`."""
-        self.config = config or EngineConfig()
+        self.config = EngineConfig() if config is None else config
+        _check_built_from(self.config, checkpoint, features, instruments, loading)
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """The backend that `auto` stands for; None if a backend was named."""
         name = self.default.name if self.default else self.config.backend
@@ -551,7 +554,10 @@ class Engine:
             raise DeviceError(self.failure)
         self.refuse_resting("a request was given")
         params = SamplingParams() if params is None else params
-        request_id = id if id is not None else self._free_id()
+        given: object = self._free_id() if id is None else id
+        request_id = given if isinstance(given, str) else ""
+        if not request_id:
+            raise RequestError(f"the request id is {given!r}, wanted a text that is not empty; correct it or leave it out")
         if request_id in self.requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another, or wait until that request has ended")
         request = self._input_processor.make_request(prompt, params, request_id=request_id, number=self._number, stream=stream)
@@ -578,7 +584,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request with the tokens that it has so far. Does nothing if it has ended. Raises `RequestError` for an unknown
         id."""
-        request = self.requests.get(request_id)
+        given: object = request_id
+        request = self.requests.get(request_id) if isinstance(given, str) else None
         if request is None:
             raise RequestError(f"no request {request_id!r} is in this engine; it may have ended and been polled")
         self._stop(request, "abort")
@@ -866,7 +873,7 @@ class Engine:
         Where there are ranks, each reads what it keeps of a directory, and is given that of arrays, as a copy. They go on with
         the new weights together; what one of them cannot do fails on all (`CheckpointError`), and one that ends meanwhile ends
         the engine (`DeviceError`)."""
-        self._refuse_update(source, draft)
+        self._refuse_update(source, draft, running)
         if draft is None and self._torn_draft and self._draft_weights is not None:
             draft = self._read_anew("draft", "draft", self._draft_weights.directory)
         with ExitStack() as kept, ExitStack() as read:
@@ -1067,8 +1074,15 @@ class Engine:
             assert self.group is not None, "one rank has nobody to tell"
             self.group.exchange.raise_failure()
 
-    def _refuse_update(self, source: WeightSource, draft: WeightSource | None) -> None:
+    def _refuse_update(self, source: WeightSource, draft: WeightSource | None, running: Running) -> None:
         """Raise where this engine takes no new weights, or not these."""
+        _check_running("update_weights", running)
+        for name, given in (("source", source), *((("draft", draft),) if draft is not None else ())):
+            if not isinstance(given, (str, PathLike, Mapping)):
+                what = type(given).__name__
+                raise CheckpointError(
+                    f"update_weights: {name} is {what}, wanted a checkpoint directory, or arrays by name; give one"
+                )
         if self.sleep_level is not None:
             self.refuse_resting("weights were given")
         if self._custom_blocks:
@@ -1153,8 +1167,9 @@ class Engine:
             raise CapabilityError(
                 "this engine was built without --enable-sleep-mode (enable_sleep_mode), wanted with; build it so"
             )
-        if level not in (1, 2) or running not in ("finish", "recompute"):
-            raise CapabilityError(f"sleep: got level {level!r} and running {running!r}, wanted 1 or 2, and finish or recompute")
+        if level not in (1, 2):
+            raise CapabilityError(f"sleep: level is {level!r}, wanted 1 or 2; correct the call")
+        _check_running("sleep", running)
         if level == 2 and self._custom_blocks:
             raise CapabilityError(
                 f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights, which cannot be "
@@ -1264,6 +1279,25 @@ class Engine:
     def share(self) -> ModelDescription:
         """Description of what this rank computes with, in sums by leaf where bits are the same for every number of ranks."""
         return self._share
+
+
+def _check_built_from(config: object, checkpoint: object, features: object, instruments: object, loading: object) -> None:
+    """Raise where what an engine is to be built from is something else, which would fail far from here, or not at all."""
+    listed = isinstance(features, Sequence) and all(map(callable, features))
+    for name, given, fits, what in (
+        ("config", config, isinstance(config, EngineConfig), "an EngineConfig, which names a directory as its model"),
+        ("checkpoint", checkpoint, isinstance(checkpoint, (Checkpoint, NoneType)), "an open Checkpoint; a directory is a model"),
+        ("features", features, listed, "a list of classes of host inputs"),
+        ("instruments", instruments, isinstance(instruments, Sequence), "a list of instruments"),
+        ("loading", loading, callable(loading), "a function of bytes done and of bytes in all"),
+    ):
+        if not fits:
+            raise ConfigError(f"{name} is {given!r}, wanted {what}; correct the call")
+
+
+def _check_running(call: str, running: object) -> None:
+    if running not in ("finish", "recompute"):
+        raise CapabilityError(f"{call}: running is {running!r}, wanted finish or recompute; correct the call")
 
 
 def _place(source: WeightSource) -> str:

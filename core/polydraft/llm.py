@@ -94,6 +94,8 @@ class LLM:
         `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has; a second
         time it does not wait for the end of the step."""
         many = _as_prompts(prompts)
+        if progress is not None and not callable(progress):
+            raise RequestError(f"progress is {progress!r}, wanted a function of requests done and of all; correct the call")
         mine: deque[RequestOutput] = deque()
         ids = self._add_all(many, params, mine, stream=False)
         done: dict[str, RequestOutput] = {}

@@ -215,6 +215,8 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown key is an error that names the nearest known one."""
+        if not isinstance(values, Mapping):
+            raise RequestError(f"sampling parameters are {values!r}, wanted a mapping of names and values; correct the call")
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:

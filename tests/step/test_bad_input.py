@@ -127,6 +127,47 @@ def test_duplicate_id(device: str):
     assert essence(finish(engine)["mine"]) == essence(alone(PROMPTS[0]))
 
 
+@pytest.mark.parametrize("wrong", ["", 5, True, b"x", ["x"]], ids=repr)
+def test_an_id_that_is_no_text(wrong: Any):
+    engine = make()
+    with pytest.raises(
+        RequestError, match=r"^the request id is .*, wanted a text that is not empty; correct it or leave it out$"
+    ):
+        engine.add(PROMPTS[0], FREE, id=wrong)
+    with pytest.raises(RequestError, match=r"^no request .* is in this engine"):
+        engine.abort(wrong)
+    assert not engine.has_work
+
+
+WRONG_PARTS: dict[str, Any] = {
+    "config": {"draft_tokens": 1}, "checkpoint": "no/such/model", "features": [5], "instruments": 5, "loading": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_an_engine_of_something_else(name: str):
+    config = EngineConfig(backend="reference")
+    with pytest.raises(ConfigError, match=f"^{name} is .*, wanted .*; correct the call$"):
+        Engine(**{"config": config, name: WRONG_PARTS[name]})
+    if name == "config":
+        empty: Any
+        for empty in ("", {}, 0):
+            with pytest.raises(ConfigError, match=r"^config is .*, wanted an EngineConfig"):
+                Engine(empty)
+
+
+def test_options_and_parameters_that_are_no_mapping():
+    with pytest.raises(ConfigError, match=r"^engine options are 5, wanted a mapping"):
+        EngineConfig.from_mapping(5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^sampling parameters are \[5\], wanted a mapping"):
+        SamplingParams.from_mapping([5])  # type: ignore[arg-type]
+
+
+def test_progress_that_nobody_can_call():
+    with LLM(backend="reference") as llm, pytest.raises(RequestError, match=r"^progress is 5, wanted a function"):
+        llm.generate("a", progress=5)  # type: ignore[arg-type]
+
+
 def test_an_id_is_free_again_once_its_end_was_polled():
     engine = make()
     engine.add(PROMPTS[0], SamplingParams(max_new_tokens=1), id="mine")

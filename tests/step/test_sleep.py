@@ -139,7 +139,7 @@ def test_what_an_asleep_engine_refuses():
                 call()
         slept.wake_up()
         slept.wake_up()
-        with pytest.raises(CapabilityError, match="got level 3"):
+        with pytest.raises(CapabilityError, match="level is 3, wanted 1 or 2"):
             slept.sleep(3)  # type: ignore[arg-type]
         slept.update_weights(arrays())
         with pytest.raises(CheckpointError, match="weights in use came from memory"):

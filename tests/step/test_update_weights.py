@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
-from polydraft.errors import CheckpointError
+from polydraft.errors import CapabilityError, CheckpointError
 from polydraft.host.request import Status
 from polydraft.reference.table import NumpyTable
 from tests.support import runs, tiny
@@ -191,6 +191,25 @@ def test_a_bad_tensor_leaves_the_old_weights_whole(changed: Path) -> None:
     ids = [engine.add(p, PARAMS) for p in PROMPTS]
     done = drain(engine)
     assert [done[i].token_ids for i in ids] == texts(tiny.checkpoint(MODEL))
+
+
+WRONG_SOURCES: Any = [5, None, b"x", ["w"], object()]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SOURCES, ids=lambda one: type(one).__name__)
+def test_what_is_neither_a_directory_nor_arrays(changed: Path, wrong: Any) -> None:
+    engine = runs.engine(MODEL)
+    with pytest.raises(
+        CheckpointError, match=r"^update_weights: source is \w+, wanted a checkpoint directory, or arrays by name"
+    ):
+        engine.update_weights(wrong)
+    if wrong is not None:
+        with pytest.raises(CheckpointError, match=r"^update_weights: draft is \w+, wanted a checkpoint directory, or arrays"):
+            engine.update_weights(changed, draft=wrong)
+    with pytest.raises(CheckpointError, match=r"^model '' is no directory"):
+        engine.update_weights("")
+    with pytest.raises(CapabilityError, match=r"^update_weights: running is .*, wanted finish or recompute; correct the call"):
+        engine.update_weights(changed, running=wrong)
 
 
 def test_another_model_is_refused(changed: Path) -> None:

@@ -110,13 +110,20 @@ def test_what_was_asked_for_is_marked_and_taken():
 
 
 def test_wishes_of_another_kind_are_refused():
-    wishes: dict[str, Any] = {"model": 5, "device": 0, "kernels": "fast", "plugins": 5}
+    wishes: dict[str, Any] = {
+        "model": 5, "device": 0, "kernels": "fast", "plugins": 5, "invariant": "no", "prefix_cache": 0, "sanitize": None,
+    }  # fmt: skip
     for name, value in wishes.items():
-        with pytest.raises(ConfigError, match=f"{name} is .*, wanted a (text|list); correct it or leave it out"):
+        with pytest.raises(ConfigError, match=f"^{name} is .*, wanted (a text|a list|True or False); correct it or leave it out"):
+            EngineConfig(**{name: value})
+    lists: dict[str, Any] = {"kernels": [5], "plugins": [None], "graph_sizes": ["a"], "think_end_ids": [1, True]}
+    for name, value in lists.items():
+        with pytest.raises(ConfigError, match=f"^{name} has .*, wanted a list of (texts|whole numbers); correct it or leave it"):
             EngineConfig(**{name: value})
     assert EngineConfig(model=Path("a") / "b", device=None) == EngineConfig(model="a/b")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^model is '', wanted the directory of a checkpoint; name one, or leave it out for"):
         EngineConfig(model="")
+    assert EngineConfig(plugins=[Path("a") / "b.py"]).plugins == ("a/b.py",)  # type: ignore[arg-type,list-item]
     plugin: Any = object()
     assert EngineConfig(backend=plugin).backend is plugin, "a plugin that is no installed one, which choosing looks at"
 

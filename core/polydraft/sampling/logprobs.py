@@ -17,13 +17,15 @@ from polydraft.contracts.base import Limits, Unit
 from polydraft.contracts.layout import Flag, record_words
 from polydraft.device import Array, Buffer, Staging, Stream
 from polydraft.errors import CapabilityError
+from polydraft.plugins.program_pass import Node
 from polydraft.program.declare import Admission, Column, StepBuffer
 from polydraft.program.packed import Expected, PackedLogprobs, Wanted
 from polydraft.program.plan import StepPlan
-from polydraft.program.program import Memory, ProgramBuilder, StepKind
+from polydraft.program.program import Memory, ProgramBuilder
 from polydraft.sentinels import NO_TOKEN
 
-CONTRACTS = ("keep_logits", "top_logprobs", "pack_logprobs", "pack_prompt_rows")
+KEEP = "keep_logits"
+CONTRACTS = (KEEP, "top_logprobs", "pack_logprobs", "pack_prompt_rows")
 """What a backend needs for an engine that reports log probabilities, and for nothing else."""
 FILTERS = ("filter_probs", "forbid_filtered")
 """And besides for processed ones of requests that sample."""
@@ -105,8 +107,6 @@ class Logprobs:
     def __init__(self, limits: Limits, *, raw: bool, verify: str, draws: bool, drafts: bool = False) -> None:
         self._limits, self._raw, self.drafts = limits, raw, drafts
         self._keeps = raw or verify != "greedy"
-        self._kept: set[StepKind] = set()
-        """Kinds of steps whose `kept` holds the logits that are to be reported, before anything changes them."""
         draws = draws and drafts
         self._drawn = "drawn_top" if draws else "num_top"
         self.columns = (
@@ -151,18 +151,18 @@ class Logprobs:
         return self._device.staging(f"landing{index}.{buffer.name}", buffer.shape, "i32")
 
     # -- launches ----------------------------------------------------------------------------------
-    def keep(self, program: ProgramBuilder, *, raw: bool, changed: bool = False) -> None:
-        """Append the copy of the target's logits, at the place that is `raw` or after processing, where they are overwritten
-        before the step knows its tokens; `changed`: by features, too."""
-        kind = program.kind
-        overwritten = kind.rule == "rejection" or (raw and (kind.processed or changed))
-        if raw == self._raw and kind.logprobs and overwritten:
-            program.add("keep_logits", "logit_rows", STAGE, row_slot="logit_slot")
-            self._kept.add(kind)
+    def keep(self, program: ProgramBuilder, raw: int) -> None:
+        """Add the copy of the target's logits that are to be reported, where they are overwritten before the step knows its
+        tokens: of the model's own, which are there behind the first `raw` launches, or of what the others have made of them."""
+        changed = len(program.nodes) > raw
+        if program.kind.logprobs and (program.kind.rule == "rejection" or (self._raw and changed)):
+            program.add(KEEP, "logit_rows", STAGE, row_slot="logit_slot")
+            if self._raw:
+                program.nodes.insert(raw, program.nodes.pop())
 
     def append(self, program: ProgramBuilder) -> None:
         """Append, after the commit, the launches that report the tokens of the step."""
-        out, kept = _results("window"), program.kind in self._kept
+        out, kept = _results("window"), any(isinstance(node, Node) and node.contract == KEEP for node in program.nodes)
         if not self._raw and program.kind.rule != "greedy":
             self._filter(program, kept=kept)
             kept = True
@@ -180,7 +180,7 @@ class Logprobs:
         """Append what leaves in `kept` the processed logits of tokens that the filters keep. `kept`: whether they are there
         already, and `logits` holds the probabilities that were left; else `logits`, of which tokens were chosen, is used up."""
         if not kept:
-            program.add("keep_logits", "logit_rows", STAGE, row_slot="logit_slot")
+            program.add(KEEP, "logit_rows", STAGE, row_slot="logit_slot")
             program.add("filter_probs", "logit_rows", STAGE, row_slot="logit_slot")
         program.add("forbid_filtered", "logit_rows", STAGE, logits="kept", probs="logits", row_slot="logit_slot")
 

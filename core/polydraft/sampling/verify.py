@@ -96,15 +96,11 @@ class Verifier:
                 self._force(rows)
             program.add("verify_match", "seqs", "verify")
             return
-        begin = len(program.nodes)
+        raw = self._process(rows)
         for append in features:
             append(program)
-        of_features = program.nodes[begin:]  # made first, since raw logits are kept in front of them where there are any
-        del program.nodes[begin:]
-        self._process(rows, keep=self._logprobs, changed=bool(of_features))
-        program.nodes += of_features
         if self._logprobs is not None:
-            self._logprobs.keep(program, raw=False)
+            self._logprobs.keep(program, raw)
         if program.kind.rule == "rejection":
             self._verify_rejection(rows)
             return
@@ -138,14 +134,14 @@ class Verifier:
         if report is not None:
             report.append_drafts(rows.add, tokens, drawn=True)
 
-    def _process(self, rows: Rows, *, keep: Logprobs | None = None, changed: bool = False) -> None:
-        """What happens to logits before anything is chosen; the stages only where some slot wants one. `changed`: whether
-        features change them behind that."""
+    def _process(self, rows: Rows) -> int:
+        """What happens to logits before anything is chosen; the stages only where some slot wants one. Behind how many launches
+        logits are the model's own."""
         rows.add("process_logits", num_valid=self._num_valid)
-        if keep is not None:
-            keep.keep(rows.program, raw=True, changed=changed)
+        raw = len(rows.program.nodes)
         if rows.program.kind.processed:
             self._processing.emit(rows)
+        return raw
 
     def _force(self, rows: Rows) -> None:
         """Accept drafts by chance: the same ones for a seed and a position, whatever the batch."""

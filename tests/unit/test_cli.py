@@ -711,6 +711,22 @@ def expected_styles(tokenizer: Any, output: RequestOutput, kinds: Sequence[str])
 
 # -- processes -----------------------------------------------------------------------------------------
 # One thread: on a busy machine several would wait for each other. SIGINT may be ignored where tests run in the background.
+
+
+def test_the_drafts_of_a_run_are_made_again(generate: Callable[..., Result], tmp_path: Path) -> None:
+    """What it chose by measured times, on which sampled texts depend."""
+    file = str(tmp_path / "decisions")
+    arguments = (
+        PROMPT, "--json", "--draft-tokens", "auto:5", "--verify", "rejection", "--temperature", "0.9", "--max-new-tokens", "80",
+    )  # fmt: skip
+    first, again = generate(*arguments, "--record-drafts", file), generate(*arguments, "--replay-drafts", file)
+    assert first.json["requests"][0]["token_ids"] == again.json["requests"][0]["token_ids"]
+    assert first.json["totals"]["drafts_per_step"] == again.json["totals"]["drafts_per_step"]
+    wrong = generate(*arguments, "--record-drafts", file, "--replay-drafts", file)
+    assert wrong.status == 2
+    assert wrong.error == f"--replay-drafts and --record-drafts both name {file}, wanted a file for each; change one of them"
+
+
 PROGRAM = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from polydraft.cli import main; main()"
 
 

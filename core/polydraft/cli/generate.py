@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from polydraft.cli.prompts import Job
     from polydraft.cli.run import Run
     from polydraft.engine import Engine
+    from polydraft.host.draft_policy import DraftPolicy
     from polydraft.instruments.base import Instrument
 
 EXAMPLE = 'polydraft generate "def fibonacci(n):"'
@@ -83,6 +84,8 @@ SAMPLING = (
 @click.option("--record", metavar="FILE", help="Record the kernel calls of some steps, for polydraft replay.")
 @click.option("--record-steps", metavar="1-4,9", help="Steps to record, from 1.  [default: 1-4]")
 @click.option("--record-weights", is_flag=True, default=None, help="Include weights, so that a replay needs no model.")
+@click.option("--record-drafts", metavar="FILE", help="Write how many drafts each step makes, for --replay-drafts.")
+@click.option("--replay-drafts", metavar="FILE", help="Make as many drafts in each step as a run with --record-drafts.")
 @click.option("--explain", is_flag=True, help="Show what was decided, and why, before generating.")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common
@@ -96,20 +99,23 @@ def command(
     from polydraft.cli import replay
     from polydraft.cli.run import Run
     from polydraft.cli.trace import recorded
-    from polydraft.instruments.output_file import claim
+    from polydraft.host.draft_decisions import ReplayedDrafts
+    from polydraft.instruments.output_file import check_distinct, claim
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     given |= _constraint(given) | _extra(given)
     sampling = {name: given.pop(name) for name in SAMPLING if name in given}
-    trace = given.pop("trace", None)
+    trace, decisions, decided = given.pop("trace", None), given.pop("record_drafts", None), given.pop("replay_drafts", None)
     record = _recording(given)
     jobs = _jobs(prompt, prompts, sampling)
     if not as_json:
         _check_shown(jobs, provenance=provenance)
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
-    claim({"--trace": trace, "--record": record["file"]})
-    engine = _engine(given, _instruments(trace, **record))
+    check_distinct({"--replay-drafts": decided, "--record-drafts": decisions})
+    policy = ReplayedDrafts.read(Path(decided)) if decided else None
+    claim({"--trace": trace, "--record": record["file"], "--record-drafts": decisions})
+    engine = _engine(given, _instruments(trace, decisions, **record), policy)
     try:
         tell = functools.partial(click.echo, err=True)
         with recorded(engine, trace), replay.recorded(engine, record["file"], record["steps"], tell=tell) as never:
@@ -144,13 +150,16 @@ def _recording(given: dict[str, Any]) -> dict[str, Any]:
     return {"file": file, "steps": asked, "weights": weights}
 
 
-def _instruments(trace: str | None, *, file: str | None, steps: frozenset[int], weights: bool) -> list[Instrument]:
-    """Those of --trace and --record; the configuration brings that of --sanitize."""
+def _instruments(
+    trace: str | None, decisions: str | None, *, file: str | None, steps: frozenset[int], weights: bool
+) -> list[Instrument]:  # fmt: skip
+    """Those of --trace, --record-drafts and --record; the configuration brings that of --sanitize."""
+    from polydraft.host.draft_decisions import DraftRecorder
     from polydraft.instruments.record import DEFAULT_STEPS, CallRecorder
     from polydraft.instruments.trace import Trace
 
     recorder = [CallRecorder(steps or DEFAULT_STEPS, include_weights=weights)] if file else []
-    return [*([Trace()] if trace else []), *recorder]
+    return [*([Trace()] if trace else []), *([DraftRecorder(decisions)] if decisions else []), *recorder]
 
 
 def _close(engine: Engine) -> bool:
@@ -259,14 +268,14 @@ def _most_logprobs(jobs: Sequence[Job]) -> dict[str, int]:
     return {"logprobs": max(asked)} if asked else {}
 
 
-def _engine(options: Mapping[str, Any], instruments: Sequence[Instrument]) -> Engine:
+def _engine(options: Mapping[str, Any], instruments: Sequence[Instrument], policy: DraftPolicy | None) -> Engine:
     from polydraft.cli.show import loading
     from polydraft.config import EngineConfig
     from polydraft.engine import Engine
 
     config = EngineConfig.from_mapping(options)
     with loading(config.model or "the demo model") as told:
-        return Engine(config, instruments=instruments, loading=told)
+        return Engine(config, instruments=instruments, draft_policy=policy, loading=told)
 
 
 def _joined(engine: Engine) -> list[tuple[str, str, str, str]]:

@@ -6,7 +6,7 @@ The scheduler asks a policy for that number once a step, from what the host know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,7 +55,8 @@ class DraftPolicy(Protocol):
     """Chooses the number of drafts of each step.
 
     One that tells requests apart also has `windows`: `Windows`, or None where none is limited. It replaces them by others where
-    it changes its mind, and never changes their arrays: plans keep what they were made from."""
+    it changes its mind, and never changes their arrays: plans keep what they were made from. One that does not go with every
+    engine has `check`, which is called with the `Limits` of one and raises `ConfigError`."""
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -86,6 +87,9 @@ def check_policy(policy: DraftPolicy | None, limits: Limits) -> DraftPolicy:
         return Always(limits.num_drafts)
     if not callable(getattr(policy, "choose", None)) or not isinstance(getattr(policy, "rungs", None), Sequence):
         raise ConfigError(f"the draft policy is {policy!r}, wanted one with `rungs` and `choose`; see DraftPolicy")
+    check: Callable[[Limits], None] | None = getattr(policy, "check", None)
+    if check is not None:
+        check(limits)
     rungs = tuple(policy.rungs)
     ascending = all(isinstance(rung, int) for rung in rungs) and rungs == tuple(sorted(set(rungs)))
     if not ascending or not rungs or rungs[0] < 0 or rungs[-1] != limits.num_drafts:

@@ -18,6 +18,7 @@ Several instruments wrap each place in one order, whatever order they were given
 | 30 | trace | it times calls of the device without the checker's work for them |
 | 40 | idle | it must take next to no time: nothing lies between it and the device but a counter |
 | 50 | allocations | it counts what the device counts |
+| 60 | drafts | it looks at plans alone |
 
 What an instrument asks of the device for itself it asks of the bare one, within `Aside`; then no other instrument takes that
 for the engine's doing.

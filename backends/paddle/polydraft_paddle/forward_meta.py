@@ -17,7 +17,7 @@ from polydraft.device import Stream
 from polydraft_paddle.host_layout import HostLayout
 from polydraft_paddle.ops import Kept
 from polydraft_paddle.place import use
-from polydraft_paddle.row_layout import RowLayout
+from polydraft_paddle.row_layout import Bounds, RowLayout
 
 
 class PaddleForwardMeta:
@@ -56,7 +56,8 @@ class PaddleForwardMeta:
             row_slot, positions, block_table = self._tensors
             before = self._target.layout if self._target else None
             assert before is None or isinstance(before, RowLayout)
-            self.layout = RowLayout(row_slot[:n], positions[:n], block_table, self._limits.block_size, before)
+            bounds = Bounds(step.real_slots, self._limits.window, windows_alone=not step.has_prefill)
+            self.layout = RowLayout(row_slot[:n], positions[:n], block_table, self._limits.block_size, before, bounds)
             for one in self._over:
                 one.layout = None  # and with it what this pass had found before
             return

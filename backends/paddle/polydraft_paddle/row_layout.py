@@ -26,11 +26,10 @@ from polydraft_paddle.ops import (
     numbers,
     take,
 )  # fmt: skip
+from polydraft_paddle.tiles import HIDDEN, LONG, Heads, Shape, Tiles, shape_of
 
 MOST_GATHERED = 1 << 28
 """Bytes of keys and values that are copied at a time."""
-HIDDEN = -1e30
-"""The score of a key that does not count."""
 
 
 class Keys(NamedTuple):
@@ -57,6 +56,18 @@ class Places(NamedTuple):
     end: int
     pieces: Tensor
     added: Tensor
+
+
+class Bounds(NamedTuple):
+    """What the host knows of a pass: its rows are of at most `slots` slots. `windows_alone`: none has more than `window`."""
+
+    slots: int
+    window: int
+    windows_alone: bool
+
+
+UNKNOWN = Bounds(slots=LONG * KEPT, window=LONG, windows_alone=False)
+"""Of rows of which the host knows nothing."""
 
 
 class Angles:
@@ -113,10 +124,11 @@ class RowLayout:
     some that carry nothing now carried something still; what it has found holds for the others."""
 
     def __init__(
-        self, row_slot: Tensor, positions: Tensor, block_table: Tensor, block_size: int, before: RowLayout | None = None
-    ) -> None:
+        self, row_slot: Tensor, positions: Tensor, block_table: Tensor, block_size: int, before: RowLayout | None = None,
+        bounds: Bounds = UNKNOWN,
+    ) -> None:  # fmt: skip
         self._slots, self._table, self._size = row_slot, block_table, block_size
-        self._positions, self._before = positions, before
+        self._positions, self._before, self._bounds = positions, before, bounds
         self._found: dict[tuple[Any, ...], Any] = {}
         self.rotated: Tensor | None = None
         """Where the layer at hand has put its queries: there rows that carry nothing are zero."""
@@ -258,6 +270,26 @@ class RowLayout:
             pieces = direct.add(direct.unsqueeze(places[some], [0, 3]), direct.unsqueeze(cache.pieces, [1, 2]))
             each = direct.unsqueeze(added[some], [1, 2]).expand([end - begin, heads, 1, context])
             yield Places(begin, end, direct.reshape(pieces, [-1]), each)
+
+    def tiles(self, heads: Heads, reach: int, most: int) -> Tiles | None:
+        """The rows in tiles, where one by one they copy more than `most` bytes of a layer and tiles are cheaper; else None, and
+        where rows see the last `reach` keys alone (0: all), of which those of a tile see different ones at both ends."""
+        key = "tiles", heads, reach, most
+        if key not in self._found:
+            rows, context, bounds = self._slots.shape[0], self._table.shape[1] * self._size, self._bounds
+            shape = None
+            if not reach and rows * context * 2 * heads.kv * heads.dim * 4 > most:
+                slots = min(bounds.slots, self._table.shape[0])
+                shape = shape_of(rows, slots, bounds.window, heads, windows_alone=bounds.windows_alone)
+            self._found[key] = shape and self._tiled(shape)
+        found: Tiles | None = self._found[key]
+        return found
+
+    def _tiled(self, shape: Shape) -> Tiles:
+        if ("tiled", shape) not in self._found:
+            self._found["tiled", shape] = Tiles(self._slots, self.positions, self._carries, self._table, self._size, shape)
+        found: Tiles = self._found["tiled", shape]
+        return found
 
     def _hidden(self, like: Tensor) -> Tensor:
         key = "hidden", *like.shape

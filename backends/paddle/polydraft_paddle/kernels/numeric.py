@@ -19,9 +19,24 @@ from polydraft.device import Array
 from polydraft_paddle import fused
 from polydraft_paddle.kernels.kv_quant import QuantisedCache
 from polydraft_paddle.kernels.sampling import argmax, gumbel_noise, process_logits, sample
-from polydraft_paddle.ops import Tensor, and_behind, carried, choose, constant, direct, in_place, into, into_as, part, put, take
+from polydraft_paddle.ops import (
+    Tensor,
+    and_behind,
+    carried,
+    choose,
+    constant,
+    direct,
+    flat,
+    in_place,
+    into,
+    into_as,
+    part,
+    put,
+    take,
+)
 from polydraft_paddle.provider import Kernel, Run, plain
-from polydraft_paddle.row_layout import Angles, Keys, RowLayout, Turns
+from polydraft_paddle.row_layout import MOST_GATHERED, Angles, Keys, RowLayout, Turns
+from polydraft_paddle.tiles import MOST_BY_ROW, MOST_IN_ONE, Heads, Tile, Tiles
 
 
 def as_float(x: Tensor) -> Tensor:
@@ -311,16 +326,52 @@ def portable_mix(q: Tensor, k: Tensor, v: Tensor, keys: Keys, keep: Keep) -> Non
 
 
 def paged_attention(a: Any, limits: Limits, mix: Mix = portable_mix) -> Run:
-    """Row by row, each over its slot's whole table; in one operation where the place has one, whose scale of scores is fixed."""
-    usual = a.softmax_scale == a.head_dim**-0.5 and not isinstance(a.cache, QuantisedCache)
-    if mix is portable_mix and usual and fused.offers("attend", a.q.place):
-        return plain(attend_whole)(a, limits)
+    """Row by row, each over its slot's whole table, in one operation where the place has one, whose scale of scores is fixed; by
+    tiles of rows where that would copy much."""
+    del limits
+    portable = mix is portable_mix and not isinstance(a.cache, QuantisedCache)
+    whole = portable and a.softmax_scale == a.head_dim**-0.5 and fused.offers("attend", a.q.place)
+    heads = Heads(a.num_heads, a.num_kv_heads, a.head_dim)
 
     def run(n: int) -> None:
-        if n:
-            attend_rows(a, part(a.q, 0, n), RowLayout.of(a, n), a.out, mix)
+        if not n:
+            return
+        layout = RowLayout.of(a, n)
+        tiles = layout.tiles(heads, a.sliding_window, MOST_IN_ONE if whole else MOST_BY_ROW) if portable else None
+        if tiles:
+            attend_tiles(a, n, tiles, heads)
+        elif whole:
+            attend_whole(a, n, layout)
+        else:
+            attend_rows(a, part(a.q, 0, n), layout, a.out, mix)
 
     return run
+
+
+def attend_tiles(a: Any, n: int, tiles: Tiles, heads: Heads) -> None:
+    """Attention of tiles of rows over the keys of each one's slot, which are copied once for all its rows. Values that not every
+    row of a tile sees, those of its own rows, are read by each row for itself, as `attend_rows` reads all: a NaN among them is no
+    other row's."""
+    queries = direct.view_shape(part(a.q, 0, n), [-1, heads.dim])
+    mixed = [_mixed(a, queries, tile, heads) for tile in tiles.parts(a.cache, heads, MOST_GATHERED)]
+    every = mixed[0] if len(mixed) == 1 else direct.concat(mixed, 0)
+    out = direct.view_shape(a.out, [-1, heads.dim])
+    into_as(out, n * heads.q, paddle.float32, direct.gather, every, tiles.order(heads), 0)
+
+
+def _mixed(a: Any, queries: Tensor, tile: Tile, heads: Heads) -> Tensor:
+    """What the heads of each row of a tile come to, [S * G * M, D] float32."""
+    count, kv_heads, in_group, context = tile.visible.shape
+    q = direct.scale(as_float(take(queries, tile.queries)), a.softmax_scale, 0.0, True)
+    read = as_float(take(direct.reshape(a.cache.rows, [-1, heads.dim]), tile.pieces))
+    size, groups = count * kv_heads * context, heads.q // heads.kv
+    k, v = (direct.view_shape(part(read, i * size, (i + 1) * size), [count, kv_heads, context, heads.dim]) for i in (0, 1))
+    later = direct.view_shape(part(read, 2 * size, read.shape[0]), [count, kv_heads, in_group // groups, -1, heads.dim])
+    scores = direct.matmul(direct.view_shape(q, [count, kv_heads, in_group, heads.dim]), k, False, True)
+    weights = softmax(direct.where(tile.visible, scores, tile.hidden))
+    mixed = direct.view_shape(direct.matmul(weights, v, False, False), [*later.shape[:3], groups, heads.dim])
+    own = direct.view_shape(take(flat(weights), tile.own), [*later.shape[:3], groups, later.shape[3]])
+    return direct.view_shape(direct.add(mixed, direct.matmul(own, later, False, False)), [-1, heads.dim])
 
 
 def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = portable_mix) -> None:
@@ -335,11 +386,11 @@ def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = po
         mix(direct.reshape(some, [-1, kv_heads, groups, dim]), k, v, keys, keep)
 
 
-def attend_whole(a: Any, n: int) -> None:
+def attend_whole(a: Any, n: int, layout: RowLayout) -> None:
     """Attention of rows over their slots' whole tables, by the place's own operation. What rows that carry nothing ask for is
     zeros, of which nothing but zeros comes."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
-    layout, rows = RowLayout.of(a, n), direct.reshape(a.cache.rows, [-1, dim])
+    rows = direct.reshape(a.cache.rows, [-1, dim])
     q = as_float(part(a.q, 0, n))
     if a.q is not layout.rotated:
         q = _masked_rows(q, layout.carries(heads * dim))

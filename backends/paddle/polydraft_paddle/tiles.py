@@ -175,8 +175,9 @@ class Tiles:
             shape = [size, heads.kv, rows, groups, context]
             mine = direct.unsqueeze(part(visible, begin, end), [1, 3]).expand(shape)
             mine = direct.reshape(mine, [size, heads.kv, rows * groups, context])
-            weights = direct.reshape(multiples(size * heads.q * rows, context, inside), [size, -1, 1])
-            own = direct.add(weights, direct.unsqueeze(part(inside, begin, end), [1]))
+            of_tile = direct.unsqueeze(multiples(size, heads.q * rows * context, inside), [1])
+            weights = direct.add(of_tile, direct.unsqueeze(multiples(heads.q * rows, context, inside), [0]))
+            own = direct.add(direct.unsqueeze(weights, [2]), direct.unsqueeze(part(inside, begin, end), [1]))
             joined = direct.concat([flat(one) for one in pieces], 0)
             yield Tile(flat(queries), joined, mine, constant(HIDDEN, mine, "float32"), flat(own))
 

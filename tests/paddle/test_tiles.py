@@ -30,13 +30,13 @@ def test_tiles_are_enough_for_whatever_the_rows_are_and_taken_where_they_cost_le
 
 KERNEL = """
 import json, sys
-size, most, place, products = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+(size, most), (place, dtype, products) = map(int, sys.argv[1:3]), sys.argv[3:]
 from polydraft.backend import DeviceOptions
 from polydraft.conformance.harness import check_kernel
 from polydraft.contracts import REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft_paddle import open_place, polydraft_init_forward_meta
-device = open_place(place, DeviceOptions())
+device = open_place(place, DeviceOptions(dtype=dtype))
 from polydraft_paddle import row_layout
 from polydraft_paddle.kernels import numeric
 from polydraft_paddle.table import PaddleTable
@@ -52,7 +52,7 @@ row_layout.shape_of = lambda rows, slots, window, heads, **_: Shape((rows + min(
 kernel, table, wrong, count = REGISTRY["paged_attention"], PaddleTable(device), [], 0
 for init_meta in (polydraft_init_forward_meta, None):
     for case in default_cases(kernel, 2):
-        outcome = check_kernel(kernel, case, device, table, init_meta=init_meta, products=products)
+        outcome = check_kernel(kernel, case, device, table, act=dtype, init_meta=init_meta, products=products)
         count, wrong = count + 1, wrong + ([] if outcome.ok else [outcome.describe()])
 print(json.dumps([count, len(made), wrong]))
 """
@@ -61,15 +61,15 @@ ALL = 1 << 28
 
 @needs_device
 @pytest.mark.parametrize(
-    ("size", "most", "device"),
+    ("size", "most", "device", "dtype"),
     [
-        (4, ALL, "polyemu:0"),
-        *(deep((size, most, "polyemu:0")) for size, most in ((2, ALL), (3, 1), (16, ALL))),
-        deep((4, 1, "polyemu:0?ops=xpu3")),  # a tile at a time
+        (4, ALL, "polyemu:0", "f32"),
+        *(deep((size, most, "polyemu:0", dtype)) for size, most, dtype in ((2, ALL, "bf16"), (3, 1, "f32"), (16, ALL, "f16"))),
+        deep((4, 1, "polyemu:0?ops=xpu3", "f32")),  # a tile at a time
     ],
 )
-def test_the_kernel_holds_by_tiles_broken_keys_and_values_included(size: int, most: int, device: str):
-    run = script(KERNEL, str(size), str(most), device, "tf32" if "xpu3" in device else "f32")
+def test_the_kernel_holds_by_tiles_broken_keys_and_values_included(size: int, most: int, device: str, dtype: str):
+    run = script(KERNEL, str(size), str(most), device, dtype, "tf32" if "xpu3" in device else "f32")
     assert run.returncode == 0, run.stderr[-2000:]
     count, made, wrong = json.loads(run.stdout)
     assert wrong == []

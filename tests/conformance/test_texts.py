@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from polydraft import reference
 from polydraft.conformance import serving
 from polydraft.conformance.check import Tally
+from polydraft.conformance.probe import NUM_TOKENS, certain, prompts
 from polydraft.conformance.serving import Ask, as_expected
+from polydraft.conformance.target import Target, wrap
 from polydraft.output.request_output import RequestOutput
 
 PROMPT = (3, 5, 9)
@@ -88,6 +91,19 @@ def test_rounds_within_the_certain_part(tell: Callable[..., Tally], sure: int, w
         wrong = (*ROUNDS[: whole - 1], 9, *ROUNDS[whole:])
         assert tell(output(tokens, wrong), dtype="bf16", sure=sure).failures != []
     assert tell(output((99, *TEXT[1:]), ROUNDS), dtype="bf16", sure=sure).failures != []
+
+
+def test_factors_rounded_to_tf32_make_close_choices_close(tell: Callable[..., Tally]):
+    other = (*TEXT[:9], 99)
+    assert (tell(output(other, ROUNDS), dtype="tf32", sure=9).failures, len(tell(output(other, ROUNDS)).failures)) == ([], 1)
+
+    def declaring(info: Any) -> Any:
+        return dataclasses.replace(info, capabilities=dataclasses.replace(info.capabilities, f32_matmul="tf32"))
+
+    target, coarse = Target("reference"), Target(wrap(reference, polydraft_backend_info=declaring))
+    assert [one.rounding(dtype) for one in (target, coarse) for dtype in ("f32", "bf16")] == ["f32", "bf16", "tf32", "bf16"]
+    prompt = max(prompts(10), key=lambda one: certain(one, "f32") - certain(one, "tf32"))
+    assert certain(prompt, "tf32") < certain(prompt, "f32") == NUM_TOKENS
 
 
 def test_a_certain_text_in_few_bits_has_no_near_tie(tell: Callable[..., Tally]):

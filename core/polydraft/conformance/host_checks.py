@@ -143,7 +143,7 @@ def _weights(target: Target, tally: Tally, ranks: int = 1) -> None:
         # Whoever is not known at the change has ended by then, on the old weights, or comes later.
         old = before.get(ask.prompt, ask.arrival < 40)
         wanted = ask.expected(0) if old else greedy_rounds(oracle(OTHER), ask.prompt, 0, ENOUGH, ())
-        sure = next((i for i, gap in enumerate(wanted.margins) if gap < MARGIN[dtype]), len(wanted.token_ids))
+        sure = next((i for i, gap in enumerate(wanted.margins) if gap < MARGIN[target.rounding(dtype)]), len(wanted.token_ids))
         who = f"request {number}, on the {'old' if old else 'new'} weights"
         tally.no_error(who, output.error)
         tally.equal(f"tokens of {who}", output.token_ids[:sure], tuple(wanted.token_ids[:sure]))

@@ -118,7 +118,7 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
         drafts = engine.resolved.limits.num_drafts
     if drafts and not any(output.error for output in outputs):
         tally.true(f"drafts are made, with K={drafts}", any(engine.totals.drafted_at))
-    as_expected(tally, asks, outputs, drafts, dtype)
+    as_expected(tally, asks, outputs, drafts, target.rounding(dtype))
     return engine
 
 
@@ -130,7 +130,7 @@ def _defaults(target: Target, tally: Tally) -> None:
         with target.engine(dtype=dtype, invariant=False) as engine:
             outputs = serve(engine, asks, tally)
             drafts = engine.resolved.limits.num_drafts
-        as_expected(tally, asks, outputs, drafts, dtype)
+        as_expected(tally, asks, outputs, drafts, target.rounding(dtype))
 
 
 class Listed:
@@ -163,7 +163,7 @@ def drafts_per_step(target: Target, tally: Tally, **options: Any) -> Engine:
     options = {"max_num_seqs": 4, "block_size": 4, "max_batched_tokens": 4 * (most + 1) + 1, **options}
     with target.engine(draft_tokens=most, dtype=dtype, draft_policy=Listed(numbers, most), **options) as engine:
         outputs = serve(engine, asks, tally)
-    as_expected(tally, asks, outputs, None, dtype)
+    as_expected(tally, asks, outputs, None, target.rounding(dtype))
     seen = {drafts for output in outputs for drafts in output.round_drafts}
     tally.true(f"rounds verified different numbers of drafts, got {sorted(seen)}", seen >= set(numbers))
     tally.true("drafts were accepted", bool(engine.totals.accepted))

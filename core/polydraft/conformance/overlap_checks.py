@@ -54,7 +54,7 @@ def _serve(
     with target.engine(plugin=plugin, draft_tokens=drafts, dtype=dtype, **options) as engine:
         outputs = serve(engine, asks, tally, each_step=each_step)
         drafts = engine.resolved.limits.num_drafts
-    as_expected(tally, asks, outputs, drafts, dtype)
+    as_expected(tally, asks, outputs, drafts, target.rounding(dtype))
     return engine
 
 

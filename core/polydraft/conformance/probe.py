@@ -28,8 +28,8 @@ MAX_LEN: Final = 96
 NUM_TOKENS: Final = 28
 """Tokens of every prompt's text whose margins are enforced."""
 MOST_DRAFTS: Final = 5
-MARGIN: Final[Mapping[str, float]] = {"f32": 0.02, "f16": 0.12, "bf16": 0.35}
-"""Least distance of the best two logits by activation dtype, in logits (which spread over some ten)."""
+MARGIN: Final[Mapping[str, float]] = {"f32": 0.02, "tf32": 0.12, "f16": 0.12, "bf16": 0.35}
+"""Least distance of the best two logits by `Target.rounding`, in logits (which spread over some ten)."""
 KV_MARGIN: Final = 0.05
 """Added where KV rows are quantised: rounding may put a key on the other side of a border, a whole quantum away."""
 Model = Literal["dense", "experts"]
@@ -143,28 +143,28 @@ def prompts(count: int, kv: str = "", model: Model = "dense", packed: str = "") 
 
 
 @functools.lru_cache(maxsize=4096)
-def certain(prompt: tuple[int, ...], dtype: str = "f32", kv: str = "", model: Model = "dense", packed: str = "") -> int:
+def certain(prompt: tuple[int, ...], rounding: str = "f32", kv: str = "", model: Model = "dense", packed: str = "") -> int:
     """Tokens of a prompt's text before the first close choice: of the target's at any place, of the drafts up to the first
     wrong one behind any place, which are all that rounds depend on. At most `NUM_TOKENS`."""
     text = greedy_text(oracle(kv=kv, model=model, packed=packed), prompt)
-    close = _tokens_before_a_close_one(prompt, dtype, kv, model, packed)
+    close = _tokens_before_a_close_one(prompt, rounding, kv, model, packed)
     for at in range(1, close):
         drafts = text.drafts(len(prompt) + at, min(MOST_DRAFTS, close - at))
-        if any(draft.margin < _margin(dtype, kv) for draft in drafts):
+        if any(draft.margin < _margin(rounding, kv) for draft in drafts):
             return at
     return close
 
 
-def _tokens_before_a_close_one(prompt: tuple[int, ...], dtype: str, kv: str, model: Model, packed: str) -> int:
+def _tokens_before_a_close_one(prompt: tuple[int, ...], rounding: str, kv: str, model: Model, packed: str) -> int:
     """Of the target's choices alone; the text is worked out no further than that."""
     text = greedy_text(oracle(kv=kv, model=model, packed=packed), prompt)
     for count in range(NUM_TOKENS):
         text.need(len(prompt) + count)
-        if text.margins[len(prompt) + count] < _margin(dtype, kv):
+        if text.margins[len(prompt) + count] < _margin(rounding, kv):
             return count
     return NUM_TOKENS
 
 
-def _margin(dtype: str, kv: str) -> float:
+def _margin(rounding: str, kv: str) -> float:
     """What a choice has to lead by."""
-    return MARGIN[dtype] + (KV_MARGIN if kv else 0.0)
+    return MARGIN[rounding] + (KV_MARGIN if kv else 0.0)

@@ -217,7 +217,7 @@ def _steps(graph: str, target: Target, tally: Tally) -> None:
     asks = [Ask(prompt, max_new=20) for prompt in prompts(2)]
     options: dict[str, Any] = {"graph": graph, "invariant": False, **({"graph_sizes": (1, 2)} if graph != "off" else {})}
     with target.engine(draft_tokens=K, dtype=dtype, max_num_seqs=2, instruments=(ahead,), **options) as engine:
-        as_expected(tally, asks, serve(engine, asks, tally), K, dtype)
+        as_expected(tally, asks, serve(engine, asks, tally), K, target.rounding(dtype))
         keeps = busy(bare(engine.device), engine.table, dtype)
         keeps.need()
         ahead.seconds = max(ahead.seconds, LONGER * statistics.median(ahead.took))
@@ -227,7 +227,7 @@ def _steps(graph: str, target: Target, tally: Tally) -> None:
         share = 0.0
         for _ in range(RUNS):
             ahead.fillings, ahead.running = lasting, []
-            as_expected(tally, asks, serve(engine, asks, tally), K, dtype)
+            as_expected(tally, asks, serve(engine, asks, tally), K, target.rounding(dtype))
             ahead.fillings = ()
             each = [ahead.running[place :: len(lasting)] for place in range(len(lasting))]
             share = max(share, min(sum(one) / len(one) for one in each))

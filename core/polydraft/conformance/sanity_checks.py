@@ -105,7 +105,7 @@ def _launches(target: Target, tally: Tally) -> None:
         outputs = serve(engine, _asks(), tally, each_step=note)
         program = engine.runner.programs["greedy"]
         wanted = sum(e.contract != "forward_meta" for part in ("target", "draft") for e in program[part].entries)
-    as_expected(tally, _asks(), outputs, K, dtype)
+    as_expected(tally, _asks(), outputs, K, target.rounding(dtype))
     grown = {after - before for (_, before), (quiet, after) in itertools.pairwise(steps) if quiet and after > before}
     tally.equal("launches of the steady steps", sorted(grown), [wanted])
 

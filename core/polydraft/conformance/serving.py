@@ -115,11 +115,14 @@ def _serving(
     return [done[ids[index]] for index in range(len(asks))]
 
 
-def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutput], num_drafts: int | None, dtype: str) -> None:
+def as_expected(
+    tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutput], num_drafts: int | None, rounding: str
+) -> None:  # fmt: skip
     """Tokens and the acceptance trace, request by request and round by round, are the oracle's. `num_drafts` None: of as many
     drafts a round as the result says that it verified.
 
-    In a 16-bit dtype a text is compared up to its first close choice (`probe.certain`), since rounding may decide that one.
+    `rounding`: `Target.rounding`. But for float32 throughout, a text is compared up to its first close choice
+    (`probe.certain`), since rounding may decide that one.
     A request that was aborted has the beginning of its text."""
     for number, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
         wanted = ask.expected(output.round_drafts if num_drafts is None else num_drafts)
@@ -131,7 +134,7 @@ def as_expected(tally: Tally, asks: Sequence[Ask], outputs: Sequence[RequestOutp
             continue
         if output.finish_reason == "abort":
             tokens, rounds = tokens[: len(got)], rounds[: len(got_rounds)]
-        sure = len(tokens) if dtype == "f32" else certain(ask.prompt, dtype, ask.kv, ask.model, ask.packed)
+        sure = len(tokens) if rounding == "f32" else certain(ask.prompt, rounding, ask.kv, ask.model, ask.packed)
         if sure < len(tokens):
             tally.near_ties += got[sure:] != tokens[sure:]
             tokens, got = tokens[:sure], got[:sure]

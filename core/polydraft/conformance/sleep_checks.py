@@ -108,10 +108,10 @@ def _beside(target: Target, tally: Tally) -> None:
     with target.engine(**options) as engine, target.engine(**options) as other:
         for level in LEVELS[:2]:
             engine.sleep(level)
-            as_expected(tally, asks, serve(other, asks, tally), K, dtype)
+            as_expected(tally, asks, serve(other, asks, tally), K, target.rounding(dtype))
             engine.wake_up()
             for one in (engine, other):
-                as_expected(tally, asks, serve(one, asks, tally), K, dtype)
+                as_expected(tally, asks, serve(one, asks, tally), K, target.rounding(dtype))
 
 
 def _memory(target: Target, tally: Tally) -> None:

@@ -28,8 +28,8 @@ TAPS: Final[Mapping[str, str]] = {"conform.tap0": "embedding", "conform.tap1": "
 """The probe has one layer."""
 ROWS: Final = ("row_slot", "positions", "ids")
 """Whose rows these are, where they stand, and their tokens."""
-CLOSE: Final[Mapping[str, float]] = {"f32": 1e-3, "f16": 2e-2, "bf16": 0.15}
-"""Parts of the largest element of a row by which it may be off."""
+CLOSE: Final[Mapping[str, float]] = {"f32": 1e-3, "tf32": 2e-2, "f16": 2e-2, "bf16": 0.15}
+"""Parts of the largest element of a row by which it may be off, by `Target.rounding`."""
 
 
 def checks() -> Iterator[Check]:
@@ -66,8 +66,8 @@ class Tapping:
 class Rows:
     """A step observer that reads the rows of each step back and holds those of taps against the oracle."""
 
-    def __init__(self, engine: Engine, tally: Tally, dtype: str) -> None:
-        self._engine, self._tally, self._dtype, self._oracle = engine, tally, dtype, oracle()
+    def __init__(self, engine: Engine, tally: Tally, dtype: str, close: float) -> None:
+        self._engine, self._tally, self._dtype, self._close, self._oracle = engine, tally, dtype, close, oracle()
         buffers = engine.runner.memory.buffers
         self._landing = {
             name: (buffers[name], engine.device.staging(f"conform.{name}", buffers[name].shape, buffers[name].dtype))
@@ -95,7 +95,7 @@ class Rows:
             for name, wanted in zip(TAPS, states(self._oracle, text), strict=True):
                 got = floats(self._landing[name][1].array[rows], self._dtype)
                 off = np.abs(got - wanted[begin:]).max(axis=1) / np.abs(wanted[begin:]).max(axis=1)
-                far = np.flatnonzero(~(off <= CLOSE[self._dtype]))
+                far = np.flatnonzero(~(off <= self._close))
                 what = f"tap of {TAPS[name]!r} has the target's rows"
                 if far.size:
                     what += f", got one off by {off[far[0]]:.3g} of its largest element at position {begin + int(far[0])}"
@@ -124,7 +124,7 @@ def _taps(graph: str, target: Target, tally: Tally) -> None:
         features=(Tapping,), draft_tokens=K, dtype=dtype, graph=graph, max_num_seqs=4, block_size=4, max_batched_tokens=21,
         overlap=0, prefix_cache=False,
     ) as engine:  # fmt: skip
-        rows = Rows(engine, tally, dtype)
+        rows = Rows(engine, tally, dtype, CLOSE[target.rounding(dtype)])
         engine._observers.append(rows)
         serve(engine, asks, tally)
         graphs = engine.runner.graphs

@@ -115,6 +115,11 @@ class Target:
         """Whether this is the reference, whose arithmetic is its own."""
         return getattr(self.plugin, "conformance_base", self.plugin) is reference
 
+    def rounding(self, dtype: str) -> str:
+        """How coarsely an engine with activations in `dtype` computes: as that, but "tf32" where factors of float32 products are
+        rounded so."""
+        return "tf32" if dtype == "f32" and self.info.capabilities.f32_matmul == "tf32" else dtype
+
     def device_of(self, ranks: int) -> str:
         """The device of an engine with so many ranks: as many of those that were named."""
         shared = not self.info.capabilities.rank_devices

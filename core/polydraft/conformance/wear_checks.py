@@ -56,12 +56,12 @@ def _two_engines(graph: str, target: Target, tally: Tally) -> None:
     def served(*engines: Engine) -> None:
         outputs = serve_in_turn(list(zip(engines, each, strict=True)), tally)
         for asks, found in zip(each, outputs, strict=True):
-            as_expected(tally, asks, found, K, dtype)
+            as_expected(tally, asks, found, K, target.rounding(dtype))
 
     with ExitStack() as kept:
         first, second = (kept.enter_context(target.engine(draft_tokens=K, dtype=dtype, **_options(graph))) for _ in range(2))
         served(first, second)
         first.close()
-        as_expected(tally, each[1], serve(second, each[1], tally), K, dtype)
+        as_expected(tally, each[1], serve(second, each[1], tally), K, target.rounding(dtype))
         third = kept.enter_context(target.engine(draft_tokens=K, dtype=dtype, **_options(graph)))
         served(third, second)

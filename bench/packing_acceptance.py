@@ -44,7 +44,7 @@ def measure(weights: str, left: Sequence[str], unpacked: Sequence[Sequence[int]]
     options: dict[str, Any] = {"weights": weights, "weights_ignore": list(left)} if weights != "auto" else {}
     with closing(LLM(backend="reference", draft_tokens=DRAFTS, max_num_seqs=len(CODE_PROMPTS), logprobs=1, **options)) as llm:
         outputs = llm.generate(CODE_PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
-        accepted, errors = acceptance(llm), llm.engine.packing_errors
+        accepted, errors = acceptance(llm), llm.engine.weights.packing_errors
         texts: list[Sequence[int]] = [output.token_ids for output in outputs]
         prompts = [list(output.prompt_ids) for output in outputs]
         pairs = list(zip(prompts, unpacked or texts, strict=True))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from polydraft.backend import DeviceOptions, Weight
+from polydraft.backend import DeviceOptions
 from polydraft.config import AUTO, EngineConfig
-from polydraft.contracts.packing import Matrix, unpacked
-from polydraft.device import Array, Sleeping
+from polydraft.contracts.packing import Matrix
+from polydraft.device import Sleeping
+from polydraft.engine_weights import EngineWeights, NewWeights
 from polydraft.errors import CapabilityError, CheckpointError, ConfigError, DeviceError, PolydraftError, RequestError
 from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
-from polydraft.host.device_memory import check_fits, check_weights, fill
+from polydraft.host.device_memory import check_fits, fill
 from polydraft.host.draft_policy import DraftPolicy, check_policy
 from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.followers import Followers, Rungs, said, start_processes, start_threads
@@ -42,31 +43,15 @@ from polydraft.host.text_check import TextCheck
 from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
-from polydraft.models.block import PACKED_ROLES, Block, Role, lacking
-from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
-from polydraft.models.digest import Digested, Unchanged
+from polydraft.models.block import Block, lacking
+from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.families import FamilyRegistry
-from polydraft.models.memory_checkpoint import MemoryCheckpoint, WeightSource
-from polydraft.models.ranks import OfRank, Share, in_leaves, largest_message, of_ranks, shares_of, without_share
+from polydraft.models.memory_checkpoint import WeightSource
+from polydraft.models.ranks import in_leaves, largest_message, of_ranks
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.models.weights import (
-    DRAFT_HEAD,
-    AsStored,
-    InLeaves,
     Loading,
-    PackedAtLoad,
-    Taken,
-    Update,
-    WithDraftHead,
-    check_same_model,
-    packed_at_load,
-    prepare,
     read_ahead,
-    read_all,
-    refill,
-    roles,
-    sizes,
-    wanted,
 )
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
@@ -78,9 +63,9 @@ from polydraft.program.host_inputs import FeatureFactory, HostView, Needs
 from polydraft.program.plan import StepOutcome, StepPlan
 from polydraft.program.points import Points
 from polydraft.program.program import refuse_lacking
-from polydraft.proposers.base import DraftWeights, built_in
+from polydraft.proposers.base import built_in
 from polydraft.ranks import Group, exchange
-from polydraft.resolve import Resolved, dequantised, resolve
+from polydraft.resolve import Resolved, resolve
 from polydraft.sampling import draft_vocab
 from polydraft.sampling.constraints import Constraints
 from polydraft.sampling.processing import checked_stages
@@ -148,9 +133,8 @@ class Engine:
             self.families.register(family, plugin=plugin)
         for plugin, (proposer, factory) in self.plugins.gather("polydraft_proposers"):
             self.proposers.register(proposer, factory, plugin=plugin)
-        self.checkpoint = checkpoint or Checkpoint(self._model_dir())
-        """The checkpoint of the weights, open."""
-        self.model, _ = self.families.describe(self.checkpoint, self.config.mtp_conventions)
+        opened = checkpoint or Checkpoint(self._model_dir())
+        self.model, _ = self.families.describe(opened, self.config.mtp_conventions)
         if self.model.mtp and self.model.mtp_note and group is None:
             logging.getLogger(__name__).warning(self.model.mtp_note)
         self.info = self.plugins.info()
@@ -172,7 +156,7 @@ class Engine:
             self.group = self._followers.group
             weakref.finalize(self, self._followers.end)
         try:
-            self._build(needs, features, loading)
+            self._build(needs, features, opened, loading)
         except BaseException as error:
             if self._followers is not None:
                 ended = self._followers.group.exchange.failure
@@ -219,13 +203,15 @@ class Engine:
                     f"{'leave out one of the two' if one.reads_weights else 'use --graph off'}"
                 )
 
-    def _build(self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], loading: Loading) -> None:
+    def _build(
+        self, needs: Mapping[str, Needs], features: Sequence[FeatureFactory], checkpoint: Checkpoint, loading: Loading
+    ) -> None:  # fmt: skip
         """Open the device and put everything onto it."""
         whole_experts = self.resolved.whole_experts
         model = in_leaves(self.model, whole_experts=whole_experts) if self.resolved.leaves else self.model
         self._share = of_ranks(model, self.resolved.ranks, whole_experts=whole_experts)
         self.plugins = self.instruments.over(self.plugins)
-        self.tokenizer = Tokenizer.from_dir(self.checkpoint.path)
+        self.tokenizer = Tokenizer.from_dir(checkpoint.path)
         end = self.config.think_end_ids
         markers = Markers(self.config.think_start_ids, end, self.config.think_forced_ids or end) if end else None
         self._constraints: Constraints | None = None
@@ -247,42 +233,13 @@ class Engine:
             if collectives.meets is not None:
                 self.resolved = self.resolved.with_decision("collectives", *collectives.meets)
         self._refuse_strangers()
-        self.packing_errors: Mapping[str, float] = {}
-        """Of each matrix that was packed when it was loaded, by name, what that changed: root mean square over that of all. Of
-        several ranks each knows that of what it packed."""
-        _, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
-        weights = load_weights(self.checkpoint, self.model, table)
-        canonical, digested = self._canonical(weights)
-        self._custom_blocks = self.checkpoint.custom_blocks()
-        if self._custom_blocks and self.group is not None:
-            raise CapabilityError(
-                f"--tensor-parallel {self.group.size}: {', '.join(self._custom_blocks)} of this model compute themselves, and "
-                "are not shared out; use one rank"
-            )
-        self._refuse_lacking_kinds()
-        names = wanted(canonical, self.model, drafting=self._draft_layers(), own=self._custom_blocks)
-        self._taken = self._taken_packings()
-        self._stored = weights.packings
-        self._refuse_cut_packings()
-        if self.group is None or self.group.rank == 0:
-            self._warn_of_dequantised(weights)
-        nbytes = sizes(
-            self._share, names, dtype=self.resolved.dtype, packing=self.resolved.packing, ignored=self.config.weights_ignore,
-            stored=self._stored, taken=self._taken,
+        self.weights = EngineWeights(
+            self.config, self.resolved, info=self.info, table=self.table, checkpoint=checkpoint, model=self.model,
+            share=self._share, families=self.families, proposers=self.proposers, group=self.group, draft_ids=self._draft_ids,
         )  # fmt: skip
-        brought = self._brought()
-        check_weights(self.device, self.resolved, nbytes, brought.nbytes(self.resolved.dtype) if brought else 0)
-        self._weights = prepare(
-            self.table, canonical, nbytes, roles(self.model), dtype=self.resolved.dtype, taken=self._taken, loading=loading
-        )
-        self.weights_digest = self._told(digested)
-        """Of the checkpoint's weights (`models/digest.py`); "" where it was not asked for."""
-        if brought is not None:
-            brought = brought.sharing(self.model, self._of_rank(weights), self._everywhere)
-        self._draft_weights = brought
-        self._own = brought.prepare(self.table, self.model, dtype=self.resolved.dtype) if brought else {}
-        whole: dict[str, Weight] = {**self._custom_blocks}
-        bound = ChainMap(self._weights, whole, self._own)  # a view, so that updated weights are found
+        """What this rank keeps of them, and what becomes of them."""
+        self._refuse_lacking_kinds()
+        bound = self.weights.load(self.device, self._draft_layers(), loading)
         self.resolved = fill(self.device, self.resolved, self._least, meeting)
         check_fits(self.device, self.resolved, meeting)
         steps = StepConfig(
@@ -361,40 +318,9 @@ class Engine:
     def _refuse_lacking_kinds(self) -> None:
         """Refuse, before weights are read, blocks whose kinds launch contracts that have no provider on this device."""
         blocks = {**self._share.layers, **self._draft_layers()}
-        computed = {prefix: block for prefix, block in blocks.items() if prefix not in self._custom_blocks}
+        computed = {prefix: block for prefix, block in blocks.items() if prefix not in self.weights.custom_blocks}
         who = f"model {self.model.name} has blocks that launch what backend {self.info.name}"
         refuse_lacking(who, lacking(computed, self.table.providers))
-
-    def _canonical(
-        self, weights: Weights, *, rank: int | None = None, twice: bool = False
-    ) -> tuple[Mapping[str, Matrix], Digested | None]:
-        """The tensors to put onto the device: those of a checkpoint, and the head of a reduced draft vocabulary, packed where
-        they are stored so or that was asked for; and what digests them meanwhile, where that was asked for. Where there are
-        ranks, what `rank` keeps of each, None for this one. `twice`: they are read again, and have to be the same then."""
-        packing, ignored, cut = self.resolved.packing, self.config.weights_ignore, dict[str, Share]()
-        own = self._own_rank if rank is None else rank
-        if self.group is not None and packing is not None and not packing.columns:
-            # a scale is of all inputs of an output, also where a rank has some
-            shares, packed_ones = shares_of(self.model, self._share, own), packed_at_load(self.model, ignored)
-            cut = {name: kept for name in packed_ones if (kept := shares[name]) is not None and kept.axis == 1}
-        tensors = self._of_rank(weights, own, cut)
-        if twice:
-            tensors = Unchanged(tensors)
-        digested: Digested | None = None
-        if self.config.weights_digest:
-            tensors = digested = Digested(tensors)
-        if self._draft_ids is not None:
-            ids, share = self._draft_ids, self._share.vocab_share
-            rows = ids[draft_vocab.own_rows(ids, share, own)] - own * share
-            tensors = WithDraftHead(tensors, rows, draft_vocab.num_rows(ids, share))
-        if self.resolved.leaves:
-            tensors = InLeaves(tensors, self._share.weights())
-        if packing is None:
-            return tensors, digested
-        packed = PackedAtLoad(tensors, self.model, packing, ignored, cut)
-        if rank is None:
-            self.packing_errors = packed.errors
-        return packed, digested
 
     def _everywhere(self, so: bool) -> bool:
         """Whether something is so on all ranks, which all ask this."""
@@ -408,60 +334,6 @@ class Engine:
     def _own_rank(self) -> int:
         """Which of the ranks this is."""
         return 0 if self.group is None else self.group.rank
-
-    def _of_rank(self, weights: Weights, rank: int | None = None, cut: Collection[str] = ()) -> Mapping[str, Matrix]:
-        """What `rank` keeps of the tensors of a checkpoint, None for this one; all of it where there is one rank. `cut`: those
-        that are given as a whole."""
-        if self.group is None:
-            return AsStored(weights)
-        own = self._own_rank if rank is None else rank
-        return OfRank(weights, shares_of(self.model, self._share, own), cut)
-
-    def _brought(self, rank: int | None = None) -> DraftWeights | None:
-        """What the proposer reads from a checkpoint of its own, and `rank` keeps, None for this one."""
-        name, draft_model = self.resolved.proposer, self.config.draft_model
-        brought = self.proposers.weights(name, self._share, draft_model)
-        if brought is None or self.group is None:
-            return brought
-        whole = self.proposers.weights(name, self.model, draft_model)
-        assert whole is not None, "there is a checkpoint whatever the share"
-        return brought.of_rank(whole, self._share, self._own_rank if rank is None else rank)
-
-    def _told(self, digested: Digested | None) -> str:
-        """The digest of weights that have been read, which is logged."""
-        if digested is None:
-            return ""
-        digest = digested.digest()
-        logging.getLogger(__name__).info("weights of %s: sha256 %s", self.model.name, digest)
-        return digest
-
-    def _refuse_cut_packings(self) -> None:
-        """Refuse, before weights are read, matrices that are stored packed and of which a rank cannot have its share so."""
-        if self.group is not None and (why := without_share(self.model, self._share, self._stored, self._taken.__getitem__)):
-            raise CapabilityError(f"--tensor-parallel {self.group.size}: model {self.model.name}: {why}; use another number")
-
-    def _warn_of_dequantised(self, weights: Weights) -> None:
-        """Say which matrices that are in few bits are kept in more."""
-        made, known = self.resolved.packing, roles(self.model)
-        kept = [(known[name], one.name) for name, one in self._stored.items()]
-        kept += [(one.role, made.name) for one in self.model.weights().values() if made and one.role in PACKED_ROLES]
-        short = dict.fromkeys((role, name) for role, name in kept if name not in self._taken[role])
-        for role, name in short:
-            if role == "linear" or ("linear", name) not in short:
-                logging.getLogger(__name__).warning(dequantised(self.info, name, self.resolved.dtype, role))
-        others = [name for name in weights.stored_packed if name not in self._stored]
-        if others:
-            logging.getLogger(__name__).warning(
-                "%d tensors that are stored in few bits, such as %s, are dequantised to %s: parts in several packings, or groups "
-                "of inputs in another order", len(others), others[0], self.resolved.dtype,
-            )  # fmt: skip
-
-    def _taken_packings(self) -> Taken:
-        """The packings that are taken on this device: what the backend declares, unless a kernel pack serves the contract."""
-        replaced = {override.contract for override in self.table.overrides}
-        served: dict[Role, str] = {"linear": "linear", "experts": "expert_mlp"}
-        packings = self.info.capabilities.packings
-        return {role: () if contract in replaced else packings(role) for role, contract in served.items()}
 
     def _model_dir(self) -> Path:
         if self.config.model is not None:
@@ -518,19 +390,8 @@ class Engine:
             )  # fmt: skip
         self.failure = ""
         """Why no requests are served any more; "" while the device works."""
-        self.torn = ""
-        """Why its weights are not whole, so that it serves nothing until others are given; "" while they are."""
-        self._torn_draft = False
-        """Whether those of the proposer's own checkpoint are not, either."""
-        self._given: dict[str, Matrix] = {}
-        self._offer: list[Update] = []
-        self._offered_checkpoint: Checkpoint | None = None
-        self._offered_draft: DraftWeights | None = None
-        self._offered_files = ExitStack()
         self.sleep_level: SleepLevel | None = None
         """How it sleeps; None while it is awake."""
-        self._in_memory = {"weights": False, "draft": False}
-        """Whether they were replaced by arrays, which are not read anew."""
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs = OutputCollector(self.slots, self.tokenizer)
         self._processor = OutputProcessor(self.tokenizer)
@@ -874,77 +735,33 @@ class Engine:
         the new weights together; what one of them cannot do fails on all (`CheckpointError`), and one that ends meanwhile ends
         the engine (`DeviceError`)."""
         self._refuse_update(source, draft, running)
-        if draft is None and self._torn_draft and self._draft_weights is not None:
-            draft = self._read_anew("draft", "draft", self._draft_weights.directory)
-        with ExitStack() as kept, ExitStack() as read:
-            if isinstance(source, Mapping):
-                checkpoint: Checkpoint = MemoryCheckpoint(source, self.checkpoint)
-            else:
-                checkpoint = kept.enter_context(Checkpoint(source))
-            weights = self._weights_of(checkpoint)
-            canonical, digested = self._canonical(weights, twice=True)
-            updates = [self._update(canonical)]
-            brought = self._draft_weights
-            if brought is not None and draft is not None:
-                brought, arrays = _from(brought, draft)
-                updates.append(self._draft_update(brought, arrays, canonical, read))
+        with self.weights.opened(source, draft) as new, ExitStack() as offered:
             if self._followers is not None:
-                read.enter_context(self._offered(self._followers, weights, source, draft))
-            places = _place(source), None if draft is None else _place(draft)
-            self._on_all_ranks(lambda: read_all(updates), lambda others: others.check_weights(*places))
+                offered.enter_context(self._offered(self._followers, new))
+            self._on_all_ranks(new.read, lambda others: others.check_weights(*new.places))
             try:
                 self._quiesce(running, step)
                 if self.text_check is not None:
                     self.text_check.weights_changed(self._number)
                     if self.text_check.shadow is not None:
                         self._stop(self.text_check.shadow, "abort")  # its text is of the old weights
-                moved = self._refilled(updates)
+                moved = self._put(new)
             finally:
                 self.scheduler.admits = "all"
-            kept.pop_all()
-        self._draft_weights = brought
-        self.weights_digest = self._told(digested)
-        self._in_memory["weights"] = isinstance(source, Mapping)
-        if draft is not None:
-            self._in_memory["draft"] = isinstance(draft, Mapping)
-        if not isinstance(source, Mapping):
-            self.checkpoint.close()
-            self.checkpoint = checkpoint
         self._forget_rows()
         self.alarms.weights_changed()
         if moved:
             self._rebind()
 
-    def _draft_update(
-        self, brought: DraftWeights, arrays: Mapping[str, Any] | None, canonical: Mapping[str, Matrix], read: ExitStack
-    ) -> Update:  # fmt: skip
-        """What puts `brought`, from `arrays` or its directory, in place of the proposer's weights, beside `canonical` ones of the
-        model, while `read` is open."""
-        assert self._draft_weights is not None, "there are some to replace"
-        if arrays is not None or brought.directory != self._draft_weights.directory:  # what is read anew follows as it did
-            brought.check_shared(self.model, canonical, arrays)
-        own = read.enter_context(brought.canonical(self.model, arrays))
-        return Update(self._own, Unchanged(own), brought.roles)
-
-    def _refilled(self, updates: Sequence[Update]) -> bool:
-        """Put these in place; whether some weight has moved, on any rank. What fails here leaves some weights new and others
-        old."""
-        torn = bool(self.torn)  # then some may have moved
-
-        def put() -> bool:
-            return refill(self.table, updates, dtype=self.resolved.dtype) or torn
-
+    def _put(self, new: NewWeights) -> bool:
+        """Put these in place, as all ranks do now; whether some weight has moved, on any of them."""
         try:
-            moved = self._on_all_ranks(put, Followers.take_weights)
+            moved = self._on_all_ranks(lambda: self.weights.put(new), Followers.take_weights)
         except BaseException as error:
-            if self.failure:
-                raise
-            why = str(error) if isinstance(error, PolydraftError) else type(error).__name__
-            self.torn = f"an update of this engine's weights has failed half-way ({why}), wanted whole ones; give weights"
-            self._torn_draft |= len(updates) > 1
-            self.weights_digest = ""
+            if not self.failure:
+                self.weights.tear(new, error)
             raise
-        self.torn, self._torn_draft = "", False
+        self.weights.adopt(new)
         return moved
 
     def _rebind(self) -> None:
@@ -991,21 +808,13 @@ class Engine:
         return found
 
     @contextmanager
-    def _offered(
-        self, followers: Followers, weights: Weights, source: WeightSource, draft: WeightSource | None
-    ) -> Iterator[None]:  # fmt: skip
+    def _offered(self, followers: Followers, new: NewWeights) -> Iterator[None]:
         """What the other ranks have of new weights, their shares of those that are arrays, they forget where this is left by an
-        error. `weights`: those of `source`."""
+        error."""
         try:
             for rank in range(1, followers.group.size):
-                canonical, _ = self._canonical(weights, rank=rank)
-                given = [self._update(canonical)] if isinstance(source, Mapping) else []
-                with ExitStack() as read:
-                    brought = self._brought(rank) if isinstance(draft, Mapping) else None
-                    if brought is not None and self._draft_weights is not None:
-                        brought = replace(brought, directory=self._draft_weights.directory, same=self._draft_weights.same)
-                        given.append(self._draft_update(brought, cast("Mapping[str, Any]", draft), canonical, read))
-                    for update in given:
+                with ExitStack() as files:
+                    for update in self.weights.given_to(rank, new, files):
                         for name, value in read_ahead(update.canonical, update.nbytes):
                             followers.give_share(rank, name, value)
             yield
@@ -1020,50 +829,27 @@ class Engine:
     # -- weights of a rank beside rank 0, which are new when rank 0 says so (`host.followers.Rank`) ----
     def keep_share(self, name: str, value: Matrix) -> None:
         """A tensor of this rank's share of weights that rank 0 has in memory."""
-        self._given[name] = value
+        self.weights.keep_share(name, value)
 
     def check_weights(self, directory: str, draft: str | None) -> None:
         """Read what this rank keeps of the weights in `directory`, "": what it was given, and say what is wrong with them; of
         those of the proposer's own checkpoint in `draft` the same, None: these stay."""
-
-        def read() -> None:
-            canonical: Mapping[str, Matrix] = self._given
-            if directory:
-                self._offered_checkpoint = Checkpoint(directory)
-                canonical, _ = self._canonical(self._weights_of(self._offered_checkpoint), twice=True)
-            self._offer = [self._update(canonical)]
-            brought = self._draft_weights
-            if brought is not None and draft == "":
-                self._offer.append(Update(self._own, self._given, brought.roles))
-            elif brought is not None and draft is not None:
-                brought, _ = _from(brought, draft)
-                self._offer.append(self._draft_update(brought, None, canonical, self._offered_files))
-            self._offered_draft = brought
-            read_all(self._offer)
-
         with self._told_rank_0():
-            self._on_all_ranks(read)
+            self._on_all_ranks(lambda: self.weights.offer(directory, draft).read())
 
     def take_weights(self) -> None:
         """Put them in place."""
-        assert self._offer, "all ranks have checked them"
-        moved = False
+        new, moved = self.weights.offered, False
+        assert new is not None, "all ranks have checked them"
         with self._told_rank_0():
-            moved = self._refilled(self._offer)
-            self._draft_weights = self._offered_draft
-            if self._offered_checkpoint is not None:
-                self.checkpoint.close()
-                self.checkpoint, self._offered_checkpoint = self._offered_checkpoint, None
-            self.drop_weights()
+            moved = self._put(new)
+            self.weights.drop()
         if moved:
             self._rebind()
 
     def drop_weights(self) -> None:
         """Forget them."""
-        if self._offered_checkpoint is not None:
-            self._offered_checkpoint.close()
-        self._offered_files.close()
-        self._given, self._offer, self._offered_checkpoint, self._offered_draft = {}, [], None, None
+        self.weights.drop()
 
     @contextmanager
     def _told_rank_0(self) -> Iterator[None]:
@@ -1085,14 +871,14 @@ class Engine:
                 )
         if self.sleep_level is not None:
             self.refuse_resting("weights were given")
-        if self._custom_blocks:
+        if self.weights.custom_blocks:
             raise CapabilityError(
-                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights; change these "
-                "there, or start another engine"
+                f"{', '.join(self.weights.custom_blocks)} of this model compute themselves and keep their own weights; change "
+                "these there, or start another engine"
             )
         if self.failure:
             raise DeviceError(self.failure)
-        if draft is not None and self._draft_weights is None:
+        if draft is not None and self.weights.draft is None:
             raise CapabilityError(
                 f"draft weights were given, but proposer {self.resolved.proposer} has no checkpoint of its own; leave them out"
             )
@@ -1121,25 +907,9 @@ class Engine:
             )
         return opener(described)
 
-    def _update(self, canonical: Mapping[str, Matrix]) -> Update:
-        """What puts these in place of the model's weights."""
-        return Update(self._weights, canonical, roles(self.model), self._taken)
-
-    def _weights_of(self, checkpoint: Checkpoint) -> Weights:
-        """The weights of `checkpoint`. Raises `CheckpointError` where they are of another model, or packed otherwise."""
-        model, table = self.families.describe(checkpoint, self.config.mtp_conventions)
-        check_same_model(self.model, model)
-        weights = load_weights(checkpoint, model, table)
-        if weights.packings != self._stored:
-            raise CheckpointError(
-                f"weights of {model.name} are not packed as those of the running {self.model.name}, wanted the same matrices in "
-                "the same packings; start another engine"
-            )
-        return weights
-
     def _quiesce(self, running: Running, step: Callable[[], object] | None) -> None:
         """Run steps until nothing is in flight and no slot is in the middle of a text."""
-        if self.torn:
+        if self.weights.torn:
             running = "recompute"  # what has begun cannot go on with these
         self.scheduler.admits = "begun" if running == "finish" else "none"
         if running == "recompute":
@@ -1170,10 +940,10 @@ class Engine:
         if level not in (1, 2):
             raise CapabilityError(f"sleep: level is {level!r}, wanted 1 or 2; correct the call")
         _check_running("sleep", running)
-        if level == 2 and self._custom_blocks:
+        if level == 2 and self.weights.custom_blocks:
             raise CapabilityError(
-                f"{', '.join(self._custom_blocks)} of this model compute themselves and keep their own weights, which cannot be "
-                "read anew; sleep at level 1"
+                f"{', '.join(self.weights.custom_blocks)} of this model compute themselves and keep their own weights, which "
+                "cannot be read anew; sleep at level 1"
             )
         if self.sleep_level is not None:
             if level > self.sleep_level:
@@ -1195,9 +965,9 @@ class Engine:
         were dropped came from memory and `source` is missing; the engine then sleeps on."""
         level = self.sleep_level
         if source is None and (level == 2 or draft is not None):
-            source = self._read_anew("weights", "source", self.checkpoint.path)
-        if level == 2 and draft is None and self._draft_weights is not None:
-            draft = self._read_anew("draft", "draft", self._draft_weights.directory)
+            source = self.weights.again()
+        if level == 2 and draft is None:
+            draft = self.weights.draft_again()
         if level is not None:
             cast("Sleeping", self.device).wake()
             self.sleep_level = None
@@ -1211,22 +981,17 @@ class Engine:
                 self.sleep_level = level
             raise
 
-    def _read_anew(self, what: str, name: str, place: Path) -> Path:
-        if self._in_memory[what]:
-            raise CheckpointError(f"{what} in use came from memory, and {name} is missing; give it, arrays or a directory")
-        return place
-
     @property
     def rests(self) -> bool:
         """Whether it serves nothing for now: it sleeps, or its weights are not whole."""
-        return self.sleep_level is not None or bool(self.torn)
+        return self.sleep_level is not None or bool(self.weights.torn)
 
     def refuse_resting(self, what: str) -> None:
         """Raise `DeviceError` if the engine rests. `what`: what happened, in a clause."""
         if self.sleep_level is not None:
             raise DeviceError(f"{what}, and this engine is asleep, wanted one that is awake; wake it up first")
-        if self.torn:
-            raise DeviceError(f"{what}, and {self.torn}")
+        if self.weights.torn:
+            raise DeviceError(f"{what}, and {self.weights.torn}")
 
     @property
     def behind(self) -> list[int]:
@@ -1253,22 +1018,10 @@ class Engine:
         self.checkpoint.close()
         self.instruments.close()
 
-    def canonical_weights(self) -> Mapping[str, Array]:
-        """The weights of the checkpoint by canonical name, float32, each read when it is accessed, as they are there."""
-        model, table = self.families.describe(self.checkpoint, self.config.mtp_conventions)
-        return load_weights(self.checkpoint, model, table)
-
-    def added_weights(self, names: Collection[str]) -> dict[str, Array]:
-        """Bound weights in `names` that the checkpoint lacks, float32: those of the proposer's own checkpoint, and the head of
-        a reduced draft vocabulary. Raises `CheckpointError` where the proposer's checkpoint has changed or is gone."""
-        found: dict[str, Array] = {}
-        if self._draft_ids is not None and DRAFT_HEAD in names:
-            ids = self._draft_ids
-            found[DRAFT_HEAD] = unpacked(WithDraftHead(self.canonical_weights(), ids, len(ids))[DRAFT_HEAD])
-        if self._draft_weights is not None:
-            with self._draft_weights.canonical(self.model) as own:
-                found |= {name: unpacked(own[name]) for name in names if name in own}
-        return found
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Where its weights come from, open."""
+        return self.weights.checkpoint
 
     @property
     def description(self) -> ModelDescription:
@@ -1298,18 +1051,6 @@ def _check_built_from(config: object, checkpoint: object, features: object, inst
 def _check_running(call: str, running: object) -> None:
     if running not in ("finish", "recompute"):
         raise CapabilityError(f"{call}: running is {running!r}, wanted finish or recompute; correct the call")
-
-
-def _place(source: WeightSource) -> str:
-    """The directory of weights, "" of arrays."""
-    return "" if isinstance(source, Mapping) else str(Path(source).absolute())
-
-
-def _from(brought: DraftWeights, draft: WeightSource) -> tuple[DraftWeights, Mapping[str, Any] | None]:
-    """A proposer's weights, read from a directory or from arrays; and these."""
-    if isinstance(draft, Mapping):
-        return brought, draft
-    return replace(brought, directory=Path(draft)), None
 
 
 __all__ = ["Engine", "EngineTotals", "PolydraftError", "RequestOutput"]

@@ -136,7 +136,7 @@ def test_weights_that_the_model_lacks_are_in_the_record(tmp_path: Path):
         llm = LLM(model=str(checkpoint()), instruments=(recorder,), max_num_seqs=2, draft_tokens=3, block_size=4, **given)
         llm.generate([list(prompts(1)[0])], PARAMS[0])
         record = recorder.finish()
-        canonical = llm.engine.canonical_weights()
+        canonical = llm.engine.weights.canonical()
         write(tmp_path / "run", record)
         record = read(tmp_path / "run")
         assert name not in canonical

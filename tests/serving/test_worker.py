@@ -234,12 +234,12 @@ def test_outputs_name_the_weights_that_drew_them_also_where_nobody_reads(slow: W
     """They wait in the engine while weights are replaced, and are told apart from what follows."""
     engine = slow.worker._engine
     assert engine is not None
-    first = engine.weights_digest
+    first = engine.weights.digest
     rests_at = time.monotonic() + 20
     while not slow.worker._pending and time.monotonic() < rests_at:
         time.sleep(0.002)
     slow.tell(wire.UpdateWeights(1, str(tiny.checkpoint(tiny.moved(MODEL))), "recompute"))
-    while engine.weights_digest == first and time.monotonic() < rests_at:
+    while engine.weights.digest == first and time.monotonic() < rests_at:
         time.sleep(0.002)
     drawn: dict[str, list[int]] = {}
     ended = done = False
@@ -250,7 +250,7 @@ def test_outputs_name_the_weights_that_drew_them_also_where_nobody_reads(slow: W
                 drawn.setdefault(event.weights_digest, []).extend(delta.token_ids.tolist())
                 ended |= bool(delta.finish)
         done |= isinstance(event, wire.Done)
-    assert list(drawn) == [first, engine.weights_digest]
+    assert list(drawn) == [first, engine.weights.digest]
     text: list[int] = slow.first
     for model, tokens in zip((MODEL, tiny.moved(MODEL)), drawn.values(), strict=True):
         with LLM(**{**CONFIG, "model": str(tiny.checkpoint(model))}) as llm:

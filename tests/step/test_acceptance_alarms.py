@@ -42,7 +42,7 @@ def test_a_proposer_whose_weights_were_lost(caplog: pytest.LogCaptureFixture) ->
     assert served(llm) == {}
     rng = np.random.default_rng(3)
     for name in ("mtp.0.proj", "mtp.0.qkv", "mtp.0.o", "mtp.0.gate_up", "mtp.0.down"):
-        weight: Any = llm.engine._weights[name]
+        weight: Any = llm.engine.weights.bound[name]
         weight.array[...] = rng.standard_normal(weight.array.shape) * weight.array.std()
     assert served(llm) == {"fall": 1}
     assert "see that the proposer's were, too" in caplog.text

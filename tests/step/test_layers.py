@@ -179,7 +179,7 @@ def test_taps_hold_the_rows_of_their_points(model: str):
     llm.generate([prompt], SamplingParams(max_new_tokens=1))
     memory, n = llm.engine.runner.memory, len(prompt)
     rows = {name: np.array(memory.buffers[name].host_array[:n]) for name in (*Tapping.taps, "target.hidden")}  # type: ignore[attr-defined]
-    weights = llm.engine.canonical_weights()
+    weights = llm.engine.weights.canonical()
     assert np.array_equal(rows["seen.embedding"], weights["embed"][prompt])
     assert np.array_equal(rows["seen.last"], rows["target.hidden"])
     assert not np.allclose(rows["seen.first"], rows["seen.last"])

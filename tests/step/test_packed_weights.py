@@ -95,7 +95,7 @@ def test_who_does_not_take_it_dequantises_and_says_so(made: str, caplog: pytest.
 def test_what_is_packed_and_what_packing_changed():
     def errors(**options: Any) -> dict[str, float]:
         with closing(LLM(**{**OPTIONS, "backend": "reference", **options})) as llm:
-            return dict(llm.engine.packing_errors)
+            return dict(llm.engine.weights.packing_errors)
 
     every = errors()
     layer = {f"{name}.{matrix}" for name in ("layers.0", "layers.1", "mtp.0") for matrix in ("qkv", "o", "gate_up", "down")}
@@ -149,16 +149,18 @@ def test_updated_weights_are_packed_alike():
         before = llm.generate([prompt], params)[0].token_ids
         llm.engine.update_weights(checkpoint(1))
         assert llm.generate([prompt], params)[0].token_ids == other.generate([prompt], params)[0].token_ids != before
-        assert llm.engine.packing_errors == other.engine.packing_errors
+        assert llm.engine.weights.packing_errors == other.engine.weights.packing_errors
 
 
 def test_a_kernel_pack_that_serves_linear_gets_floats():
     """What the backend declares says nothing about other kernels."""
     with closing(LLM(**OPTIONS, backend="reference")) as llm:
-        assert llm.engine._taken_packings() == {"linear": tuple(PACKINGS), "experts": tuple(PACKINGS)}
+        assert llm.engine.weights._taken_packings() == {"linear": tuple(PACKINGS), "experts": tuple(PACKINGS)}
         for contract, role in (("linear", "linear"), ("expert_mlp", "experts")):
-            llm.engine.table = dataclasses.replace(llm.engine.table, overrides=(type("O", (), {"contract": contract})(),))
-            assert [one for one, packings in llm.engine._taken_packings().items() if not packings] == [role]
+            llm.engine.weights._table = dataclasses.replace(
+                llm.engine.table, overrides=(type("O", (), {"contract": contract})(),)
+            )
+            assert [one for one, packings in llm.engine.weights._taken_packings().items() if not packings] == [role]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +217,10 @@ def test_experts_are_packed_at_load_and_texts_stay_those_of_the_packed_model(mad
 @needs_kernels
 def test_experts_keep_their_bits_and_say_so_where_not(sparse: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING), closing(LLM(model=sparse, backend="cpu", weights="int4")) as llm:
-        weight: Any = llm.engine._weights["layers.1.experts_down"]
+        weight: Any = llm.engine.weights.bound["layers.1.experts_down"]
         assert weight.nbytes < 5 / 32 * 4 * np.prod(weight.shape)
-        assert {"layers.1.experts_down", "mtp.0.experts_gate_up"} <= set(llm.engine.packing_errors)
-        assert "layers.1.router" not in llm.engine.packing_errors
+        assert {"layers.1.experts_down", "mtp.0.experts_gate_up"} <= set(llm.engine.weights.packing_errors)
+        assert "layers.1.router" not in llm.engine.weights.packing_errors
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING), closing(LLM(model=sparse, plugin=WITHOUT_EXPERTS, weights="int4")) as llm:
         reason = next(one.reason for one in llm.engine.resolved.decisions if one.name == "weights")

@@ -88,10 +88,10 @@ def test_experts_that_ranks_keep_whole(model: str, ranks: int, drafts: int):
         assert texts(running, model) == on_one_rank(model, drafts)
         launched = {entry.contract for entry in running.runner.programs["greedy"]["target"].entries}
         assert "own_experts" in launched
-        name = next(name for name in running._weights if name.endswith("experts_down"))
-        kept = running._weights[name].nbytes
+        name = next(name for name in running.weights.bound if name.endswith("experts_down"))
+        kept = running.weights.bound[name].nbytes
     with split(model, 1) as alone:
-        assert kept * ranks == alone._weights[name].nbytes
+        assert kept * ranks == alone.weights.bound[name].nbytes
 
 
 def test_whole_experts_may_have_any_number_of_features(tmp_path: Path):
@@ -231,7 +231,7 @@ def test_one_rank_launches_none():
 def test_a_share_keeps_less():
     """Bytes of weights and of KV rows, as they are planned and as they are."""
     with split("sparse-glm", 4) as running, split("sparse-glm", 1) as alone:
-        mine, theirs = ({name: one.nbytes for name, one in e._weights.items()} for e in (running, alone))
+        mine, theirs = ({name: one.nbytes for name, one in e.weights.bound.items()} for e in (running, alone))
         for name in ("embed", "lm_head", "layers.0.o", "layers.1.experts_gate_up", "layers.1.shared_down", "mtp.0.o"):
             assert mine[name] * 4 == theirs[name], name
         assert mine["layers.0.q_norm"] == theirs["layers.0.q_norm"]

@@ -278,7 +278,7 @@ def test_a_reduced_draft_vocabulary(model: str, ranks: int, drafts: int, tokens:
     options = {"draft_vocab": f"{tiny.token_counts(vocab)}:{tokens}"}
     with split(model, ranks, draft_tokens=drafts, **options) as running:
         assert [dict(essence(one)) for one in served(running, model)] == on_one_rank(model, drafts, **options)
-        head, shared = (running._weights[name] for name in ("mtp.0.draft_head", "lm_head"))
+        head, shared = (running.weights.bound[name] for name in ("mtp.0.draft_head", "lm_head"))
         assert head.nbytes <= shared.nbytes
 
 

@@ -103,7 +103,7 @@ def test_matrices_that_are_packed_at_load(model: str, ranks: int, weights: str):
     options: dict[str, Any] = {"weights": weights, "draft_tokens": 3}
     with split(model, 1, **options) as alone, split(model, ranks, **options) as running:
         assert [dict(essence(one)) for one in served(running, model)] == [dict(essence(one)) for one in served(alone, model)]
-        assert running.packing_errors.keys() == alone.packing_errors.keys() > {"layers.0.o", "layers.0.qkv"}
+        assert running.weights.packing_errors.keys() == alone.weights.packing_errors.keys() > {"layers.0.o", "layers.0.qkv"}
 
 
 WAYS = [("mimo", "int4", {}), ("glm4-moe", "int4", {"expert_parallel": True}), ("glm4-moe", "int4", {})]

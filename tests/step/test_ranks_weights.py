@@ -260,9 +260,9 @@ def test_arrays_that_change_meanwhile():
         begun(running)
         with pytest.raises(CheckpointError, match="have changed since they were checked"):
             running.update_weights(given, step=step)
-        assert running.torn
+        assert running.weights.torn
         running.update_weights(source(MODEL, "arrays"))
-        assert not running.torn
+        assert not running.weights.torn
 
 
 def test_an_update_that_is_interrupted_is_forgotten_by_all():
@@ -341,10 +341,10 @@ def test_a_process_that_dies_meanwhile_ends_the_engine(when: str, monkeypatch: p
                 kill()
             read_all(updates)
 
-        monkeypatch.setattr("polydraft.engine.read_all", reading)
+        monkeypatch.setattr("polydraft.engine_weights.read_all", reading)
         with pytest.raises(DeviceError, match=rf"rank 1 \(process {process.pid}\) ended: SIGKILL.*every rank ends here"):
             running.update_weights(source(MODEL, "directory"), step=step)
-        assert not running.torn
+        assert not running.weights.torn
         (output,) = running.poll()
         assert (output.id, output.finish_reason) == (request, "error")
         assert output.error == running.failure

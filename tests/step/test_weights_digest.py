@@ -24,15 +24,15 @@ def engine(model: str = MODEL, **options: Any) -> Engine:
 
 
 def test_the_same_numbers_have_the_same_digest_wherever_they_come_from(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "polydraft.engine")
+    caplog.set_level(logging.INFO, "polydraft.engine_weights")
     with closing(engine()) as first, closing(engine(MOVED)) as second:
-        before, other = first.weights_digest, second.weights_digest
+        before, other = first.weights.digest, second.weights.digest
         assert len(before) == 64
         assert before != other
         first.update_weights(tiny.checkpoint(MOVED))
-        assert first.weights_digest == other
+        assert first.weights.digest == other
         first.update_weights(arrays(MODEL))
-        assert first.weights_digest == before
+        assert first.weights.digest == before
     said = [record.getMessage().rpartition(" ")[2] for record in caplog.records]
     assert said == [before, other, other, before]
 
@@ -41,17 +41,17 @@ def test_a_dtype_that_holds_the_numbers_changes_nothing_and_another_number_does(
     given = {name: torch.from_numpy(value).bfloat16() for name, value in arrays().items()}
     with closing(engine()) as served:
         served.update_weights(given)
-        half = served.weights_digest
+        half = served.weights.digest
         served.update_weights({name: value.float() for name, value in given.items()})
-        assert served.weights_digest == half
+        assert served.weights.digest == half
         name = "model.norm.weight"
         served.update_weights({**given, name: given[name] * 2})
-        assert served.weights_digest != half
+        assert served.weights.digest != half
 
 
 def test_what_is_packed_at_load_is_digested_before_and_what_is_stored_packed_as_it_is():
     with closing(engine()) as plain, closing(engine(weights="int8")) as packed:
-        assert plain.weights_digest == packed.weights_digest
+        assert plain.weights.digest == packed.weights.digest
     value = np.random.default_rng(0).standard_normal((8, 64), np.float32)
     found = set()
     for packing in PACKINGS.values():
@@ -77,7 +77,7 @@ def test_shapes_names_and_order_count_as_they_should():
 
 def test_without_the_option_there_is_none():
     with closing(runs.engine(MODEL)) as plain:
-        assert not plain.weights_digest
+        assert not plain.weights.digest
 
 
 @pytest.mark.parametrize(

@@ -172,16 +172,16 @@ def test_what_was_checked_is_what_is_written_or_nothing_is_served(change: Callab
     given["model.norm.weight"] = Restless(given["model.norm.weight"], 1, change)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         engine.update_weights(given, running=running)
-    assert (engine.weights_digest, engine.has_work, engine.step()) == ("", False, False)
+    assert (engine.weights.digest, engine.has_work, engine.step()) == ("", False, False)
     with pytest.raises(
         DeviceError, match=r"a request was given, and an update of this engine's weights has failed half-way \(.*"
     ):
         engine.add(PROMPTS[1], PARAMS)
     engine.sleep()
     engine.wake_up()
-    assert engine.torn, "whatever sleep keeps is no better"
+    assert engine.weights.torn, "whatever sleep keeps is no better"
     engine.update_weights(arrays(), running="finish")
-    assert engine.weights_digest == other.weights_digest
+    assert engine.weights.digest == other.weights.digest
     done = drain(engine)
     if running == "recompute":
         assert len(done) == 1

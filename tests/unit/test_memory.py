@@ -122,7 +122,7 @@ def test_what_of_the_weights_would_fit_is_said_before_they_are_read(free: int, d
 def test_loading_is_told_byte_by_byte():
     told: list[tuple[int, int]] = []
     llm = LLM(model=str(tiny.checkpoint("narrow")), backend="reference", loading=lambda done, total: told.append((done, total)))
-    sizes = [4 * value.size for value in llm.engine.canonical_weights().values()]
+    sizes = [4 * value.size for value in llm.engine.weights.canonical().values()]
     llm.engine.close()
     assert told == sorted(told)
     assert told[-1] == (sum(sizes), sum(sizes))

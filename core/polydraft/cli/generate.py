@@ -186,7 +186,7 @@ def _show(run: Run, jobs: Sequence[Job], *, explain: bool, color: bool) -> None:
         if joined:
             screen.table(("one launch", "of", "where", "why"), joined)
             screen.line()
-        if engine.packing_errors:
+        if engine.weights.packing_errors:
             screen.table(("layer", "what packing changed, root mean square over that of the weights"), _packed(engine))
             screen.line()
         captured = _captured(engine)
@@ -301,7 +301,7 @@ def _captured(engine: Engine) -> list[tuple[str, str, str, str, str]]:
 def _packed(engine: Engine) -> list[tuple[str, str]]:
     """Of each layer, and of matrices outside of layers, how far its packed matrices are from those of the checkpoint."""
     layers: dict[str, list[str]] = {}
-    for name, error in engine.packing_errors.items():
+    for name, error in engine.weights.packing_errors.items():
         layer, _, matrix = name.rpartition(".")
         layers.setdefault(layer or name, []).append(f"{matrix} {error:.2%}" if layer else f"{error:.2%}")
     return [(layer, ", ".join(errors)) for layer, errors in layers.items()]

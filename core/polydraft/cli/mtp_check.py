@@ -150,7 +150,7 @@ def _tried(config: EngineConfig, vary: tuple[str, ...] | None, jobs: Sequence[Jo
 @contextmanager
 def _unwarned() -> Iterator[None]:
     """Without warnings of conventions that are unusual: they are what is tried."""
-    logger = logging.getLogger("polydraft.engine")
+    logger = logging.getLogger("polydraft")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -69,7 +69,7 @@ class Run:
                 {"contracts": j.contracts, "by": j.by, "captured": j.captured, "reason": j.why, "launches": dict(launches)}
                 for j, launches in self.engine.runner.joined()
             ]
-            config["packing_errors"] = dict(self.engine.packing_errors)
+            config["packing_errors"] = dict(self.engine.weights.packing_errors)
             config["captured"] = [
                 {
                     "draft_tokens": number, "buckets": list(held.buckets), "left_out": list(held.left_out), "graphs": held.graphs,

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from polydraft import engine
+from polydraft import engine, engine_weights
 from polydraft.engine import Engine
 from polydraft.host import commit
 from polydraft.host.kv_blocks import BlockLedger
@@ -286,7 +286,7 @@ def keeps_its_old_weights() -> Any:
         del real, table, updates, dtype
         return False
 
-    return _on_rank_1(engine, "refill", refill)
+    return _on_rank_1(engine_weights, "refill", refill)
 
 
 # -- taps ----------------------------------------------------------------------------------------------

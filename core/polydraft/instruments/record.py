@@ -241,8 +241,8 @@ class CallRecorder(Instrument):
 
     def _weights(self) -> dict[str, RecordedWeight]:
         used = sorted({name for call in self.calls for name in call.weights.values()})
-        canonical = self.engine.canonical_weights() if used else {}
-        added = self.engine.added_weights([name for name in used if name not in canonical])
+        canonical = self.engine.weights.canonical() if used else {}
+        added = self.engine.weights.added([name for name in used if name not in canonical])
         declared, weights = self.engine.share.weights(), {}
         for name in used:
             value = np.asarray(added[name] if name in added else canonical[name], np.float32)

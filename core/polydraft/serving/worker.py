@@ -228,7 +228,7 @@ class Worker:
             self._sender.put(wire.Unready(str(error)))
             self._stopping = True
             return
-        self._engine, self._digest = engine, engine.weights_digest
+        self._engine, self._digest = engine, engine.weights.digest
         limits, resolved, self._lanes = engine.resolved.limits, engine.resolved, Lanes(engine)
         self._sender.put(engine.tokenizer)
         self._sender.put(
@@ -237,7 +237,7 @@ class Worker:
                 max_model_len=min(limits.max_len, limits.num_blocks * limits.block_size), max_num_seqs=limits.max_seqs,
                 max_logprobs=limits.max_logprobs,
                 vocab_size=limits.vocab_size, thinks=bool(engine.config.think_end_ids),
-                weights_digest=engine.weights_digest, device_times=self._lanes.said, sleep_level=command.sleep_level,
+                weights_digest=engine.weights.digest, device_times=self._lanes.said, sleep_level=command.sleep_level,
                 decisions={name: _plain(value) for name, value in resolved.describe().items()},
                 parameters=[wire.Parameter(one.name, one.doc, one.wanted) for one in parameters],
             )
@@ -283,8 +283,10 @@ class Worker:
             error = f"{type(raised).__name__}: {raised}; correct what was given"
         finally:
             self._tell(engine, always=True)  # what the weights of before drew, by itself
-            self._digest = engine.weights_digest
-            self._sender.put(wire.Done(command.number, error, engine.sleep_level or 0, engine.weights_digest, given, engine.torn))
+            self._digest = engine.weights.digest
+            self._sender.put(
+                wire.Done(command.number, error, engine.sleep_level or 0, engine.weights.digest, given, engine.weights.torn)
+            )
 
     # -- steps -------------------------------------------------------------------------------------
     def _step(self, engine: Engine) -> None:

@@ -18,7 +18,7 @@ from polydraft.serving.settings import ServerSettings
 ELSEWHERE = {
     "generate": {
         "prompt", "prompts", "regex", "json_schema", "grammar", "provenance", "sanitize", "seed", "trace", "record",
-        "record_steps", "record_weights", "explain", "no_color", "as_json",
+        "record_steps", "record_drafts", "replay_drafts", "record_weights", "explain", "no_color", "as_json",
     },
     "serve": {"api_key_file", "admin_key_file", "no_playground", "as_json", "ray"},
 }  # fmt: skip

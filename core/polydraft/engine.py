@@ -235,7 +235,8 @@ class Engine:
         self._refuse_strangers()
         self.weights = EngineWeights(
             self.config, self.resolved, info=self.info, table=self.table, checkpoint=checkpoint, model=self.model,
-            share=self._share, families=self.families, proposers=self.proposers, group=self.group, draft_ids=self._draft_ids,
+            share=self._share, families=self.families, proposers=self.proposers, group=self.group, rank=self._own_rank,
+            everywhere=self._everywhere, draft_ids=self._draft_ids,
         )  # fmt: skip
         """What this rank keeps of them, and what becomes of them."""
         self._refuse_lacking_kinds()

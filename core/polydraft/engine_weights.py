@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,10 +83,10 @@ class EngineWeights:
     def __init__(
         self, config: EngineConfig, resolved: Resolved, *, info: BackendInfo, table: BoundTable, checkpoint: Checkpoint,
         model: ModelDescription, share: ModelDescription, families: FamilyRegistry, proposers: ProposerRegistry,
-        group: Group | None, draft_ids: Array | None,
+        group: Group | None, rank: int, everywhere: Callable[[bool], bool], draft_ids: Array | None,
     ) -> None:  # fmt: skip
-        """Nothing is read yet. `share`: what this rank, of `group`, computes with of `model`. Raises `CapabilityError` for a
-        checkpoint whose blocks or matrices cannot be shared out so."""
+        """Nothing is read yet. `share`: what this `rank`, of `group`, computes with of `model`. `everywhere`: whether something
+        is so on all ranks. Raises `CapabilityError` for a checkpoint whose blocks or matrices cannot be shared out so."""
         self.checkpoint = checkpoint
         """Where they come from, open."""
         self.digest = ""
@@ -104,7 +104,7 @@ class EngineWeights:
         """Whether they were replaced by arrays, which are not read anew."""
         self._config, self._resolved, self._info, self._table = config, resolved, info, table
         self._model, self._share, self._families, self._proposers = model, share, families, proposers
-        self._group, self._draft_ids = group, draft_ids
+        self._group, self._own_rank, self._everywhere, self._draft_ids = group, rank, everywhere, draft_ids
         _, names = families.describe(checkpoint, config.mtp_conventions)
         self._weights = load_weights(checkpoint, model, names)
         self._stored = self._weights.packings
@@ -184,13 +184,6 @@ class EngineWeights:
         if rank is None:
             self.packing_errors = packed.errors
         return packed, digested
-
-    @property
-    def _own_rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
-
-    def _everywhere(self, so: bool) -> bool:
-        return so if self._group is None else self._group.exchange.everywhere(so)
 
     def _of_rank(self, weights: Weights, rank: int | None = None, cut: Collection[str] = ()) -> Mapping[str, Matrix]:
         """What `rank` keeps of the tensors of a checkpoint, None for this one; all of it where there is one rank. `cut`: those

@@ -190,11 +190,11 @@ def test_ranks_agree_on_the_first_reason_and_whether_one_brought_the_flag():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (note(kind="broadcast"), "broadcast (launch 0 of step 3, 2 rows, 16 bytes)"),
-        (note(launch=5), "all_reduce (launch 5 of step 3"),
-        (note(step=2), "all_reduce (launch 0 of step 2"),
-        (note(n=1), "all_reduce (launch 0 of step 3, 1 rows"),
-        (note(nbytes=8), "all_reduce (launch 0 of step 3, 2 rows, 8 bytes)"),
+        (note(kind="broadcast"), "broadcast (launch 0 of the plan of step 3, 2 rows, 16 bytes)"),
+        (note(launch=5), "all_reduce (launch 5 of the plan of step 3"),
+        (note(step=2), "all_reduce (launch 0 of the plan of step 2"),
+        (note(n=1), "all_reduce (launch 0 of the plan of step 3, 1 rows"),
+        (note(nbytes=8), "all_reduce (launch 0 of the plan of step 3, 2 rows, 8 bytes)"),
     ],
 )
 def test_whoever_comes_for_something_else_ends_all(other: Note, words: str):
@@ -216,8 +216,9 @@ def test_whoever_does_not_come_is_named_with_its_last_collective():
     first, second = swaps(twice, lambda exchange: exchange.swap(note(), np.zeros(2, np.int64)))
     assert isinstance(first, DeviceError)
     assert re.fullmatch(
-        r"rank 1 did not come to collective 2, all_reduce \(launch 1 of step 3, 2 rows, 16 bytes\), within 0.3 s; its last was "
-        r"collective 1, all_reduce \(launch 0 of step 3, 2 rows, 16 bytes\); every rank ends here, start the engine again",
+        r"rank 1 did not come to collective 2, all_reduce \(launch 1 of the plan of step 3, 2 rows, 16 bytes\), within 0.3 s; "
+        r"its last was collective 1, all_reduce \(launch 0 of the plan of step 3, 2 rows, 16 bytes\); every rank ends here, "
+        "start the engine again",
         str(first),
     )
     assert len(second) == 2, "it knew nothing of it"
@@ -242,11 +243,11 @@ def test_hosts_whose_devices_gave_up_find_out_who_differs_or_stays_away(monkeypa
         return {str(error) for error in found if error is not None}
 
     (absent,) = judging(5, 5, None)
-    assert absent.startswith("rank 2 did not come to all_reduce (launch 5 of step 3, 2 rows, 16 bytes), within 10 s; every rank")
+    assert absent.startswith(f"rank 2 did not come to {note(launch=5)}, within 10 s; every rank")
     (waited_for,) = judging(5, None, None)
     assert waited_for.startswith("rank 2 did not come to "), "rank 1 may wait for it as well, without end"
     (other,) = judging(5, 6, 5)
-    assert other.startswith("rank 1 came for all_reduce (launch 6 of step 3, 2 rows, 16 bytes), rank 0 for all_reduce (launch 5 ")
+    assert other.startswith(f"rank 1 came for {note(launch=6)}, rank 0 for all_reduce (launch 5 ")
     late = judging(5, 5, 5, apart=True)
     assert late == {f"rank 2 did not come to {note(launch=5)} within 10 s; every rank ends here, start the engine again"}, (
         "those that met say the same, also where each does so before it can know that another has"
@@ -295,6 +296,6 @@ def test_launches_are_numbered_as_they_are_bound():
     group, step = Group(0, 1, exchange), np.zeros(1, np.int32)
     first, second = group.swapper("all_reduce", step), group.swapper("broadcast", step)
     second(2, np.zeros(2, np.int32))
-    assert exchange.last_clause(0) == "; its last was collective 2, broadcast (launch 1 of step 0, 2 rows, 8 bytes)"
+    assert exchange.last_clause(0) == "; its last was collective 2, broadcast (launch 1 of the plan of step 0, 2 rows, 8 bytes)"
     first(1, np.zeros(1, np.int32))
-    assert exchange.last_clause(0) == "; its last was collective 3, all_reduce (launch 0 of step 0, 1 rows, 4 bytes)"
+    assert exchange.last_clause(0) == "; its last was collective 3, all_reduce (launch 0 of the plan of step 0, 1 rows, 4 bytes)"

@@ -332,7 +332,7 @@ def test_plans_arrive_as_they_were_sent():
     sizes, kept = [], 0
     for plan in plans:
         message = writer.write(plan)
-        sizes.append(len(message))
+        sizes.append(0 if isinstance(message, int) else len(message))
         found = reader.read(message)
         for name, value in vars(plan).items():
             got = getattr(found, name)
@@ -352,7 +352,8 @@ def test_plans_arrive_as_they_were_sent():
     known = {*NEW, *WHOLE, *FLAGS, *ARRAYS, "in_flight_counts"}
     assert {field.name for field in dataclasses.fields(StepPlan)} == known, "a new field has to be sent, or not be needed"
     assert kept > 5, "most plans are like the one before"
-    assert min(sizes) == HEAD.size, "and all that is sent of them is new"
+    assert sizes.count(0) > 5, "and most of those are sent as a number"
+    assert HEAD.size < min(filter(None, sizes)) < 100, "all that is sent of others is new"
     assert any(plan.prompt_top is not None for plan in plans)
 
 

@@ -107,6 +107,6 @@ def test_texts_and_rounds_are_those_of_one_rank(ranks: int, drafts: int):
 
 def test_ranks_that_join_other_launches_are_named():
     """The first graph that is captured launches everything once."""
-    said = r"rank 1 came to collective \d+ for all_reduce \(launch \d+ of step 0, .*, rank 0 for all_reduce"
+    said = r"rank 1 came to collective \d+ for all_reduce \(launch \d+ of the plan of step 0, .*, rank 0 for all_reduce"
     with pytest.raises(DeviceError, match=said), over(2, joining(Counter(), lambda rank: rank == 1)):
         pass

@@ -26,12 +26,12 @@ from polydraft import child_process
 from polydraft.errors import DeviceError
 from polydraft.host import followers
 from polydraft.host.followers import END, ProcessChannel, ProcessInbox, ThreadChannel, follow
-from polydraft.program.columns import NOTHING
+from polydraft.program.columns import NOTHING, Writes
 from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange, Group
 from polydraft.ranks.exchange import Waiting
-from polydraft.ranks.mailbox import NBYTES, PLACES, ROOM, Mailbox
+from polydraft.ranks.mailbox import NBYTES, NUMBERS, PLACES, ROOM, Mailbox, Message
 
 
 def plan_of(step_id: int, like: StepPlan | None = None) -> StepPlan:
@@ -48,12 +48,13 @@ def plan_of(step_id: int, like: StepPlan | None = None) -> StepPlan:
 
 # -- the mailbox -------------------------------------------------------------------------------------------
 def test_messages_are_taken_in_the_order_in_which_they_were_put():
-    memory, chance, sent = np.zeros(NBYTES, np.uint8), random.Random(0), deque[bytes]()
+    memory, chance, sent = np.zeros(NBYTES, np.uint8), random.Random(0), deque[Message]()
     put, take = Mailbox(memory), Mailbox(memory)
     full = 0
     for _ in range(4000):
         if chance.random() < 0.55:
-            message = chance.randbytes(chance.choice((0, 1, 280, ROOM)))
+            size = chance.choice((0, 1, 280, ROOM, None))
+            message = chance.choice((0, 5 << 16, NUMBERS - 1)) if size is None else chance.randbytes(size)
             if put.put(message):
                 sent.append(message)
             else:
@@ -95,15 +96,15 @@ def test_memory_in_which_nothing_was_written_has_no_message():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_plan_like_the_one_before_is_put_into_one_line_of_the_cache(size: int):
-    """For which whoever puts it may have to wait."""
+    """For which whoever puts it may have to wait; in one word of it."""
     memory, writer, first = np.zeros(Exchange.nbytes(size, 64), np.uint8), PlanWriter(), plan_of(1)
     writer.write(first)
     for rank in range(size):
         box = Exchange(memory, rank, size, 64).mailbox(rank)
         for step_id in range(2, 2 + PLACES):
-            before = memory.copy()
-            assert box.put(writer.write(plan_of(step_id, first)))
-            assert len(set(np.flatnonzero(memory != before) // 64)) == 1
+            before, plan = memory.copy(), plan_of(step_id, first)
+            assert box.put(writer.write(plan))
+            assert len(set(np.flatnonzero(memory != before) // 8)) == 1
 
 
 def test_a_line_that_both_sides_have_read_is_written_where_it_changes_alone():
@@ -323,12 +324,19 @@ def test_a_process_that_is_still_being_built_ends_with_rank_0():
 # -- plans -------------------------------------------------------------------------------------------------
 def test_arrays_of_the_plan_before_are_not_sent_again():
     writer, reader, first = PlanWriter(), PlanReader(), plan_of(1)
-    messages = [writer.write(one) for one in (first, plan_of(2, first), plan_of(3))]
-    assert len(messages[1]) < len(messages[0]) == len(messages[2]) <= ROOM
-    one, two, three = map(reader.read, messages)
-    assert two.slots is one.slots
-    assert three.slots is not one.slots
-    np.testing.assert_array_equal(three.slots, first.slots)
+    writes = Writes(np.arange(10, dtype=np.int32).reshape(2, 5), np.arange(3, dtype=np.int32))
+    plans = first, plan_of(2, first), first.again(3, writes, 1), first.again(4, NOTHING, 0), plan_of(5)
+    messages = [writer.write(one) for one in plans]
+    whole, short, other = [one for one in messages if isinstance(one, bytes)]
+    assert [isinstance(one, int) for one in messages] == [False, True, False, True, False]
+    assert len(short) < len(whole) == len(other) <= ROOM
+    found = [reader.read(one) for one in messages]
+    assert all(one.slots is found[0].slots for one in found[:-1])
+    assert found[-1].slots is not found[0].slots
+    np.testing.assert_array_equal(found[-1].slots, first.slots)
+    assert [(one.step_id, one.num_drafts, bool(one.writes)) for one in found] == [
+        (1, 3, False), (2, 3, False), (3, 1, True), (4, 0, False), (5, 3, False)
+    ]  # fmt: skip
 
 
 class Runs:
@@ -352,7 +360,7 @@ def test_a_step_is_launched_while_the_one_before_runs(monkeypatch: pytest.Monkey
     """As rank 0 does, which sends a plan when it has seen the results of the last but one: whoever waits for the last meanwhile
     has a device without work. In front of a longer pause everything is waited for."""
     monkeypatch.setattr(followers, "SOON_S", 0.5)
-    inbox, writer = queue.SimpleQueue[bytes](), PlanWriter()
+    inbox, writer = queue.SimpleQueue[Message](), PlanWriter()
     plans = [plan_of(1)]
     plans += [plan_of(step, plans[0]) for step in (2, 3, 4)]
     messages = [writer.write(plan) for plan in plans]

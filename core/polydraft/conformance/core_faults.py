@@ -269,12 +269,12 @@ def skips_a_draft_pass() -> Any:
 
 
 def runs_a_stale_plan() -> Any:
-    """A rank runs the plan of the step before once more."""
+    """A rank runs the plan of the step before once more, where the others have got another one."""
     plans: list[StepPlan] = []
 
-    def read(real: Any, reader: PlanReader, message: bytes) -> StepPlan:
+    def read(real: Any, reader: PlanReader, message: bytes | int) -> StepPlan:
         plans.append(real(reader, message))
-        return plans[-2] if len(plans) == SKIPPED else plans[-1]
+        return plans[-2] if len(plans) > 1 and plans[-1].writes and not plans[-1].has_prefill else plans[-1]
 
     return _on_rank_1(PlanReader, "read", read)
 

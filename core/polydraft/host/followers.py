@@ -38,7 +38,7 @@ from polydraft.program.plan import StepPlan
 from polydraft.program.plan_bytes import PlanReader, PlanWriter
 from polydraft.ranks import Exchange, Group
 from polydraft.ranks.exchange import Waiting
-from polydraft.ranks.mailbox import ROOM
+from polydraft.ranks.mailbox import ROOM, Message
 from polydraft.step.runner import InFlightStep, Runner
 
 WORKER = "polydraft.rank_worker"
@@ -71,7 +71,7 @@ looked whether it sleeps just before."""
 class Inbox(Protocol):
     """Messages of rank 0, where they arrive."""
 
-    def get(self, *, timeout: float | None = None) -> bytes:
+    def get(self, *, timeout: float | None = None) -> Message:
         """The next one. Raises `queue.Empty` where none comes in so many seconds."""
 
 
@@ -93,7 +93,7 @@ Data = Sequence[memoryview | bytes]
 class Channel(Protocol):
     """The way from rank 0 to another rank."""
 
-    def send(self, message: bytes, data: Data = ()) -> None:
+    def send(self, message: Message, data: Data = ()) -> None:
         """Hand a message over, with what lies behind it; `END` is the last one. Raises `DeviceError` where nobody takes it any
         more."""
 
@@ -145,22 +145,21 @@ def follow(rank: Rank, overlap: int, inbox: Inbox) -> None:
             message = inbox.get()
         if message == END:
             return
-        (what,) = _WORD.unpack_from(message)
-        if what == _OF_WEIGHTS:
+        if isinstance(message, int) or (what := _WORD.unpack_from(message)[0]) >= 0:
+            flight = runner.launch(reader.read(message))
+            if flight.split:
+                half = flight  # until its host inputs are here
+            else:
+                in_flight.append(flight)
+        elif what == _OF_WEIGHTS:
             _change(rank, message)
-        elif what == _OF_INPUTS:
+        else:
             _, step_id, bound, middle = _INPUTS.unpack_from(message)
             runner.inputs.take(memoryview(message)[_INPUTS.size :], step_id, bound=bool(bound), middle=bool(middle))
             if middle and half is not None:
                 runner.resume(half)
                 in_flight.append(half)
                 half = None
-        else:
-            flight = runner.launch(reader.read(message))
-            if flight.split:
-                half = flight  # until its host inputs are here
-            else:
-                in_flight.append(flight)
 
 
 def _of_weights(what: str, *words: Any) -> bytes:
@@ -244,7 +243,7 @@ class Followers:
         """Of each other rank, the messages that it has not taken yet."""
         return [channel.behind for channel in self._channels]
 
-    def _tell(self, message: bytes, data: Data = ()) -> None:
+    def _tell(self, message: Message, data: Data = ()) -> None:
         self.group.exchange.raise_failure()
         for channel in self._channels:
             channel.send(message, data)
@@ -273,14 +272,14 @@ class ThreadChannel:
     """A rank that is a thread."""
 
     def __init__(self, group: Group, build: Callable[[Group], Rank], overlap: int) -> None:
-        self._inbox = queue.Queue[bytes]()  # before Python 3.13 a SimpleQueue may wait on where its time is over
+        self._inbox = queue.Queue[Message]()  # before Python 3.13 a SimpleQueue may wait on where its time is over
         arguments = (group, build, overlap, self._inbox)
         self._thread = threading.Thread(target=_run, args=arguments, name=f"rank {group.rank}", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes, data: Data = ()) -> None:
+    def send(self, message: Message, data: Data = ()) -> None:
         """Queue it."""
-        self._inbox.put(b"".join((message, *data)))
+        self._inbox.put(message if isinstance(message, int) else b"".join((message, *data)))
 
     @property
     def behind(self) -> int:
@@ -333,7 +332,7 @@ class ProcessInbox:
         self._came, self._ended = threading.Event(), False
         threading.Thread(target=self._deliver, name="messages", daemon=True).start()
 
-    def get(self, *, timeout: float | None = None) -> bytes:
+    def get(self, *, timeout: float | None = None) -> Message:
         """As `Inbox`. `END` where there are no more."""
         begin, given = time.monotonic(), math.inf if timeout is None else timeout
         while True:
@@ -409,21 +408,23 @@ class ProcessChannel:
             self._write(json.dumps({**start, "rank": rank, "memory": memory}).encode())
             unless_said.pop_all()
 
-    def send(self, message: bytes, data: Data = ()) -> None:
+    def send(self, message: Message, data: Data = ()) -> None:
         """Put it into the mailbox, or where it is long write it into the pipe, and say so there."""
-        if message == END:
-            self._ending = True
-            self._write(END)
-            return
-        if data or len(message) > ROOM:
-            self._write(message, *data)
-            message = _BY_PIPE
-        if not self._box.put(message):
+        box = self._box
+        if not isinstance(message, int):
+            if message == END:
+                self._ending = True
+                self._write(END)
+                return
+            if data or len(message) > ROOM:
+                self._write(message, *data)
+                message = _BY_PIPE
+        if not box.put(message):
             waiting = Waiting()
-            while not self._box.put(message):
+            while not box.put(message):
                 self._bear(waiting)
                 time.sleep(EAGER_S)
-        if self._box.asleep:
+        if box.asleep:
             self._write(_WAKE)
 
     def _bear(self, waiting: Waiting) -> None:

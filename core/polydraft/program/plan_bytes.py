@@ -1,12 +1,12 @@
-"""A plan as bytes, for the ranks that run it and did not make it: what the runner reads of it, and nothing is unpickled.
+"""A plan as a message, for the ranks that run it and did not make it: what the runner reads of it, and nothing is unpickled.
 
 Rank 0 writes every plan that it launches, the others read them in the same order. Most plans are the one before again
 (`StepPlan.again`), and only what is new of them is sent: who reads them makes them in the same way, with the very same arrays, as
-rank 0 does. Where nothing is written into columns, such a message is shorter than a line of a processor's cache.
+rank 0 does. Where nothing is written into columns either, the message is a number: the step and its number of drafts.
 
-A message begins with what is new in every plan: its step, its number of drafts, and how much it writes into columns (`HEAD`,
-int64); runs and payload follow. Behind them come, where the plan is not the one before again, its other numbers and flags, of
-each array whether it is there, its dtype and its length (`TAIL`, int64), and the arrays that are there.
+Other messages are bytes. One begins with what is new in every plan: its step, its number of drafts, and how much it writes into
+columns (`HEAD`, int64); runs and payload follow. Behind them come, where the plan is not the one before again, its other
+numbers and flags, of each array whether it is there, its dtype and its length (`TAIL`, int64), and the arrays that are there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ TAIL: Final = struct.Struct(f"={len(WHOLE) + len(FLAGS) + 3 * len(ARRAYS)}q")
 _NUMBERS: Final = attrgetter(*WHOLE, *FLAGS)
 _ARRAYS: Final = attrgetter(*ARRAYS)
 _WORDS_OF_A_RUN: Final = 5
+_DRAFTS_BITS: Final = 16
+_MOST_DRAFTS: Final = (1 << _DRAFTS_BITS) - 1
 NOT_SENT: Final = np.empty((4, 0), np.int64)
 """In the place of what only the host of rank 0 counts."""
 
@@ -43,10 +45,12 @@ class PlanWriter:
         self._slots: Array | None = None
         """Those of the plan before."""
 
-    def write(self, plan: StepPlan) -> bytes:
+    def write(self, plan: StepPlan) -> bytes | int:
         """The plan as a message."""
         writes, again, self._slots = plan.writes, plan.slots is self._slots, plan.slots
         num_runs = len(writes.runs)
+        if again and not num_runs:
+            return plan.step_id << _DRAFTS_BITS | plan.num_drafts
         message = HEAD.pack(plan.step_id, plan.num_drafts, num_runs, len(writes.payload), writes.admits)
         if num_runs:
             message += writes.runs.tobytes() + writes.payload.tobytes()
@@ -71,8 +75,10 @@ class PlanReader:
     def __init__(self) -> None:
         self._last: StepPlan | None = None
 
-    def read(self, message: bytes) -> StepPlan:
+    def read(self, message: bytes | int) -> StepPlan:
         """The plan of a message. Its arrays are those of the plan before where rank 0's are."""
+        if isinstance(message, int):
+            return self._again(message >> _DRAFTS_BITS, NOTHING, message & _MOST_DRAFTS)
         step_id, num_drafts, num_runs, num_words, admits = HEAD.unpack_from(message)
         place = HEAD.size
 
@@ -87,9 +93,7 @@ class PlanReader:
             runs = take(np.int32, num_runs * _WORDS_OF_A_RUN).reshape(num_runs, _WORDS_OF_A_RUN)
             writes = Writes(runs, take(np.int32, num_words), bool(admits))
         if place == len(message):
-            assert self._last is not None, "the first plan is none again"
-            self._last = self._last.again(step_id, writes, num_drafts)
-            return self._last
+            return self._again(step_id, writes, num_drafts)
         words = TAIL.unpack_from(message, place)
         place += TAIL.size
         values: dict[str, Any] = dict(zip(WHOLE, words, strict=False))
@@ -98,4 +102,9 @@ class PlanReader:
         for name, here, dtype, size in zip(ARRAYS, entries[::3], entries[1::3], entries[2::3], strict=True):
             values[name] = take(DTYPES[dtype], size) if here else None
         self._last = StepPlan(step_id, num_drafts=num_drafts, writes=writes, in_flight_counts=NOT_SENT, **values)
+        return self._last
+
+    def _again(self, step_id: int, writes: Writes, num_drafts: int) -> StepPlan:
+        assert self._last is not None, "the first plan is none again"
+        self._last = self._last.again(step_id, writes, num_drafts)
         return self._last

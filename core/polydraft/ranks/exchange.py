@@ -54,8 +54,8 @@ CLOSED: Final = "the ranks of this engine were closed"
 
 
 class Note(NamedTuple):
-    """What a rank came for: the collective, its launch (counted in the order in which a rank binds them), the step, the launch
-    length, and the bytes that it brings."""
+    """What a rank came for: the collective, its launch (counted in the order in which a rank binds them), the step whose plan it
+    runs (the first one of those with that plan), the launch length, and the bytes that it brings."""
 
     kind: str
     launch: int
@@ -66,7 +66,7 @@ class Note(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "start":
             return "start (ranks wait for each other)"
-        return f"{self.kind} (launch {self.launch} of step {self.step}, {self.n} rows, {self.nbytes} bytes)"
+        return f"{self.kind} (launch {self.launch} of the plan of step {self.step}, {self.n} rows, {self.nbytes} bytes)"
 
 
 class Waiting:

@@ -1,8 +1,9 @@
 """Messages of rank 0 to another rank in memory that both have: to put one there, or to look for one, takes no system call.
 
 There are places for some short messages, used in turn. In front of each is a word with the size and the checksum of what lies
-there; 0 says that there is nothing, and whoever takes a message writes that. A processor may show the word before the message, so
-this is there once its checksum is right. What the other side has in its cache takes long to reach: a message of up to 56 bytes is
+there; 0 says that there is nothing, and whoever takes a message writes that. A processor may show the word before the message,
+so this is there once its checksum is right. A message that is a number is the word itself, and nothing lies behind it: the
+message of most steps, which are short. What the other side has in its cache takes long to reach: a message of up to 56 bytes is
 one line of it with its word, and to put such a message there is to reach for no other.
 
 Both sides look as often as they want; one that looks no more says so (`asleep`), and the other one then has to wake it by other
@@ -22,6 +23,10 @@ _ASLEEP, _HEAD = 0, 8
 _PLACE: Final = ROOM // 8 + 1
 """Words of a place: checksum and size, and the message behind it."""
 _LOW: Final = (1 << 32) - 1
+NUMBERS: Final = 1 << 63
+"""How many numbers can be messages."""
+Message = bytes | int
+"""At most `ROOM` bytes, or one of `NUMBERS`."""
 NBYTES: Final = 8 * (_HEAD + PLACES * _PLACE)
 
 
@@ -35,29 +40,36 @@ class Mailbox:
         self._count = 0
         """Messages that were put, on the side that takes them taken."""
 
-    def put(self, message: bytes) -> bool:
-        """Put a message, and say whether there was a place for it. It has `ROOM` bytes at most."""
+    def put(self, message: Message) -> bool:
+        """Put a message, and say whether there was a place for it."""
         words, count = self._words, self._count
         place = _HEAD + count % PLACES * _PLACE
         if words[place]:
             return False
+        self._count = count + 1
+        if isinstance(message, int):
+            words[place] = message << 1 | 1
+            return True
         size, begin = len(message), 8 * (place + 1)
         self._bytes[begin : begin + size] = message
-        self._count = count = count + 1
-        words[place] = crc32(message, count & _LOW) << 32 | size
+        words[place] = crc32(message, count + 1 & _LOW) << 32 | size << 1
         return True
 
-    def take(self) -> bytes | None:
+    def take(self) -> Message | None:
         """The next message; None where there is none yet."""
         words, count = self._words, self._count
         place = _HEAD + count % PLACES * _PLACE
         said = words[place]
         if not said:
             return None
-        begin = 8 * (place + 1)
-        message = bytes(self._bytes[begin : begin + min(said & _LOW, ROOM)])
-        if crc32(message, count + 1 & _LOW) != said >> 32:
-            return None
+        message: Message
+        if said & 1:
+            message = said >> 1
+        else:
+            begin = 8 * (place + 1)
+            message = bytes(self._bytes[begin : begin + min((said & _LOW) >> 1, ROOM)])
+            if crc32(message, count + 1 & _LOW) != said >> 32:
+                return None
         words[place] = 0
         self._count = count + 1
         return message

@@ -51,7 +51,7 @@ from polydraft.sampling.thinking_stage import ThinkingLimits
 from polydraft.sampling.verify import RULES, Verifier
 from polydraft.step.batch import Batch
 from polydraft.step.graphs import CapturedSteps, GraphPolicy, Held, Part, Piece, Shape
-from polydraft.step.uploads import Uploads
+from polydraft.step.uploads import NUMBER, Uploads
 
 
 @dataclass(frozen=True)
@@ -118,21 +118,6 @@ class Lookups:
         own = self._landing[plan.step_id % len(self._landing)].array[plan.slots]
         looked_up: Array = np.maximum(drafted - own, 0)
         return looked_up
-
-
-class StepNumber:
-    """The number of the step on the device, by which ranks notice that they are in different ones."""
-
-    def __init__(self, memory: Memory, depth: int) -> None:
-        self._upload, self._buffer = memory.device.upload, memory.buffers["step"]
-        ring = [memory.device.staging(f"step{i}", (1,), "i32") for i in range(depth + 1)]
-        self._ring = [(staging, staging.array) for staging in ring]
-
-    def upload(self, stream: Stream, step_id: int) -> None:
-        """Enqueue the copy, before any launch of the step."""
-        staging, number = self._ring[step_id % len(self._ring)]
-        number[0] = step_id & 0x7FFFFFFF
-        self._upload(stream, self._buffer, staging, 1)
 
 
 class LateDrafts:
@@ -234,7 +219,6 @@ class Runner:
         self.graphs: CapturedSteps | None = None
         self._snapshots = Snapshots(limits)
         self.uploads = Uploads(device, self.memory.buffers, depth)
-        self._step_number = StepNumber(self.memory, depth) if model.ranks > 1 else None
         column = getattr(self.proposer, "lookups_from", "")
         self._lookups = Lookups(self.memory, column, depth) if column else None
         state = getattr(self.proposer, "state", "")
@@ -254,8 +238,6 @@ class Runner:
             self.points.notify_around("upload", plan, self.uploads.upload, stream, plan)
         else:
             self.uploads.upload(stream, plan)
-        if self._step_number is not None:
-            self._step_number.upload(stream, plan.step_id)
         self.inputs.upload_first(stream, plan.step_id)
         if plan.writes:
             self.writes["admit" if plan.writes.admits else "grant"].run(stream, n)
@@ -366,7 +348,7 @@ class Runner:
             StepBuffer("runs", f"{max_runs(self.columns, limits)} 5"),
             StepBuffer("payload", str(max_payload(self.columns, limits))),
         )
-        numbered = (StepBuffer("step", "1", initial=0),) if memory.ranks > 1 else ()
+        numbered = (StepBuffer(NUMBER, "1", initial=0),) if memory.ranks > 1 else ()
         memory.allocate((*self.columns, *staged, *numbered, *_declared(modules, "buffers")))
         blocks: dict[str, Block] = _mapped(modules, "blocks")
         own = getattr(self.proposer, "hidden_size", self.model.hidden_size)

@@ -13,6 +13,9 @@ from polydraft.device import Array, Buffer, Device, Staging, Stream
 from polydraft.program.plan import StepPlan
 from polydraft.sentinels import PAD_SLOT
 
+NUMBER = "step"
+"""The buffer that has the number of the step, where there are ranks."""
+
 
 class StagingSet(NamedTuple):
     """Pinned memory of one step in flight, an array for each plan buffer."""
@@ -24,7 +27,11 @@ class StagingSet(NamedTuple):
 
 
 class Uploads:
-    """A ring of staging sets, one for every step that can be in flight and the one being planned."""
+    """A ring of staging sets, one for every step that can be in flight and the one being planned.
+
+    Where there are ranks, the number of the step goes with its arrays, by which they notice that they run different plans. A step
+    for which nothing is sent runs the plan of the step before once more, under the number of that; how often a rank has done so
+    shows in how much it launches."""
 
     def __init__(self, device: Device, buffers: Mapping[str, Buffer], depth: int) -> None:
         self._device = device
@@ -33,12 +40,20 @@ class Uploads:
             StagingSet(*(device.staging(f"staging{i}.{b.name}", b.shape, b.dtype) for b in self._buffers))
             for i in range(depth + 1)
         ]
+        self._number = buffers.get(NUMBER)
+        places = range(0 if self._number is None else depth + 1)
+        self._numbers = [device.staging(f"staging{i}.{NUMBER}", (1,), "i32") for i in places]
         self._sent: Array | None = None
 
     def upload(self, stream: Stream, plan: StepPlan) -> None:
         """Enqueue what the device does not have yet: runs into slot columns, and the launch order unless it was the last sent."""
-        staging = self._ring[plan.step_id % len(self._ring)]
-        slot_order, seq_rows, runs, payload = self._buffers
+        if plan.slots is self._sent and not plan.writes:
+            return
+        place = plan.step_id % len(self._ring)
+        staging, (slot_order, seq_rows, runs, payload) = self._ring[place], self._buffers
+        if self._number is not None:
+            self._numbers[place].array[0] = plan.step_id & 0x7FFFFFFF
+            self._device.upload(stream, self._number, self._numbers[place], 1)
         if plan.writes:
             self._send(stream, runs, staging.runs, plan.writes.runs)
             self._send(stream, payload, staging.payload, plan.writes.payload)

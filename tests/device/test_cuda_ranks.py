@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import math
@@ -37,7 +36,6 @@ from polydraft.contracts.compare import compare, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.sum_leaves import tree_sum
 from polydraft.contracts.stacking import stacked
-from polydraft.device import DeviceCounters
 from polydraft.errors import DeviceError
 from polydraft.host.followers import ProcessChannel
 from polydraft.models import Checkpoint
@@ -45,7 +43,6 @@ from polydraft.plugins.plugins import Plugins
 from polydraft.plugins.program_pass import Node, Rewritten, UnboundProgram
 from polydraft.ranks import Exchange, Group, Note
 from polydraft.sentinels import NO_TOKEN
-from polydraft.step.runner import StepNumber
 from polydraft_cuda import nccl
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import kernels
@@ -347,31 +344,6 @@ def test_more_than_a_region_has_room_for_is_refused():
     place = MeetingPlace(SimpleNamespace(), Group(0, 2, Exchange.of_threads(2, 64)[0]))  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="rank 0 brought 68 bytes to a launch, wanted at most 64"):
         place.come(68)
-
-
-def test_the_number_of_a_step_goes_down_by_itself():
-    """Four bytes from memory that the step in flight does not read."""
-    kept, copies = [], list[tuple[int, ...]]()
-
-    def allocate(name: str, nbytes: int) -> int:
-        kept.append(ctypes.create_string_buffer(nbytes))
-        return ctypes.addressof(kept[-1])
-
-    def copy(*given: int) -> tuple[int]:
-        copies.append(given)
-        return (0,)
-
-    device: Any = CudaDevice.__new__(CudaDevice)
-    device.cuda = SimpleNamespace(cuMemcpyHtoDAsync=copy)
-    device.allocate_host, device.free_host = allocate, lambda pointer: None
-    device.counters, device.kept, device._open = DeviceCounters(), None, True
-    number = StepNumber(SimpleNamespace(device=device, buffers={"step": SimpleNamespace(pointer=64)}), 1)  # type: ignore[arg-type]
-    for step_id in (6, 7, (1 << 31) + 8):
-        number.upload(SimpleNamespace(handle=5), step_id)  # type: ignore[arg-type]
-    first, second = (ctypes.addressof(one) for one in kept)
-    assert copies == [(64, first, 4, 5), (64, second, 4, 5), (64, first, 4, 5)]
-    assert [int.from_bytes(one.raw, "little") for one in kept] == [8, 7]
-    assert (device.counters.uploads, device.counters.bytes_uploaded) == (3, 12)
 
 
 @pytest.mark.parametrize("first", ["device", "place"])

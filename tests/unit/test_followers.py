@@ -200,7 +200,7 @@ def test_one_that_is_woken_late_sleeps_on(ends: Ends, monkeypatch: pytest.Monkey
     """By a message that it has taken already."""
     looks, take = 0, ends.inbox._box.take
 
-    def look() -> bytes | None:
+    def look() -> Message | None:
         nonlocal looks
         looks += ends.box.asleep
         if looks == 1:

@@ -167,14 +167,14 @@ def test_the_number_of_a_step_goes_with_what_is_sent_alone(device: QueuedDevice)
     memory.allocate([StepBuffer("step", "1", initial=0)])
     buffers = {**vars(allocated(device, LIMITS)), "step": memory.buffers["step"]}
     stage = Uploads(device, buffers, depth=1)
-    seen, first = list[int](), plan(5, [0, 1], [3, 3])
+    seen, first, other = list[int](), plan(5, [0, 1], [3, 3]), plan((1 << 31) + 8, [0, 1], [3, 3])
     writes = Writes(np.arange(1, 6, dtype=np.int32).reshape(1, 5), np.arange(2, dtype=np.int32))
-    kept, none = first.again(6, NOTHING, 1), first.again(8, NOTHING, 3)
-    for step in (first, kept, first.again(7, writes, 3), none, plan((1 << 31) + 9, [0, 1], [3, 3])):
-        stage.upload(device.stream, step)
-        device.enqueue(device.stream, lambda: seen.append(int(buffers["step"].array[0])))
-    device.synchronize()
-    assert seen == [5, 5, 7, 7, 9]
+    for two in (first, first.again(6, NOTHING, 1)), (first.again(7, writes, 3), other), (other.again(9, NOTHING, 3),):
+        for step in two:
+            stage.upload(device.stream, step)
+            device.enqueue(device.stream, lambda: seen.append(int(buffers["step"].array[0])))
+        device.synchronize()
+    assert seen == [5, 5, 7, 8, 8]
 
 
 def test_staging_has_the_shapes_of_what_it_feeds(device: QueuedDevice, buffers: Any):

@@ -55,7 +55,7 @@ def test_messages_are_taken_in_the_order_in_which_they_were_put():
         if chance.random() < 0.55:
             size = chance.choice((0, 1, 280, ROOM, None))
             message = chance.choice((0, 5 << 16, NUMBERS - 1)) if size is None else chance.randbytes(size)
-            if put.put(message):
+            if put.put(message) is not None:
                 sent.append(message)
             else:
                 full += 1
@@ -72,10 +72,10 @@ def test_a_message_is_taken_once_all_of_it_is_seen(late: str):
     memory = np.zeros(NBYTES, np.uint8)
     put, take = Mailbox(memory), Mailbox(memory)
     for number in range(PLACES):
-        assert put.put(number.to_bytes(8, "little"))
+        assert put.put(number.to_bytes(8, "little")) is not None
         assert take.take() == number.to_bytes(8, "little")
     before = memory.copy()
-    assert put.put(b"new plan")
+    assert put.put(b"new plan") is not None
     after, begin = memory.copy(), np.flatnonzero(memory != before)[0] // 8 * 8
     own = slice(begin + 8, begin + 16) if late == "the message" else slice(begin, begin + 8)
     memory[own] = before[own]
@@ -89,7 +89,7 @@ def test_memory_in_which_nothing_was_written_has_no_message():
     memory = np.zeros(NBYTES, np.uint8)
     taking = Mailbox(memory)
     assert taking.take() is None
-    assert Mailbox(memory).put(b"")
+    assert Mailbox(memory).put(b"") is not None
     assert taking.take() == b""
     assert taking.take() is None
 
@@ -103,7 +103,7 @@ def test_a_plan_like_the_one_before_is_put_into_one_line_of_the_cache(size: int)
         box = Exchange(memory, rank, size, 64).mailbox(rank)
         for step_id in range(2, 2 + PLACES):
             before, plan = memory.copy(), plan_of(step_id, first)
-            assert box.put(writer.write(plan))
+            assert box.put(writer.write(plan)) is not None
             assert len(set(np.flatnonzero(memory != before) // 8)) == 1
 
 
@@ -144,7 +144,7 @@ class Ends:
 
     def by_pipe(self, message: bytes) -> None:
         child_process.write_message(self.pipe, message)
-        assert self.box.put(followers._BY_PIPE)
+        assert self.box.put(followers._BY_PIPE) is not None
 
     def end(self) -> None:
         """As where rank 0 is gone; returns when it is known."""
@@ -162,9 +162,9 @@ def ends() -> Iterator[Ends]:
 
 
 def test_long_messages_keep_their_place_among_short_ones(ends: Ends):
-    assert ends.box.put(b"one")
+    assert ends.box.put(b"one") is not None
     ends.by_pipe(b"two" * ROOM)
-    assert ends.box.put(b"three")
+    assert ends.box.put(b"three") is not None
     assert [ends.inbox.get() for _ in range(3)] == [b"one", b"two" * ROOM, b"three"]
     with pytest.raises(queue.Empty):
         ends.inbox.get(timeout=0.02)
@@ -172,7 +172,7 @@ def test_long_messages_keep_their_place_among_short_ones(ends: Ends):
 
 
 def test_what_was_put_before_the_end_comes_before_it(ends: Ends):
-    assert ends.box.put(b"last")
+    assert ends.box.put(b"last") is not None
     ends.end()
     assert [ends.inbox.get(), ends.inbox.get()] == [b"last", END]
 

@@ -206,6 +206,7 @@ class Followers:
         self.group = group
         """Rank 0."""
         self._channels, self._writer, self._ended = channels, PlanWriter(), False
+        self._raise_failure = group.exchange.raise_failure
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks launch a step. Raises `DeviceError` where one of them has ended."""
@@ -244,7 +245,7 @@ class Followers:
         return [channel.behind for channel in self._channels]
 
     def _tell(self, message: Message, data: Data = ()) -> None:
-        self.group.exchange.raise_failure()
+        self._raise_failure()
         for channel in self._channels:
             channel.send(message, data)
 
@@ -410,7 +411,6 @@ class ProcessChannel:
 
     def send(self, message: Message, data: Data = ()) -> None:
         """Put it into the mailbox, or where it is long write it into the pipe, and say so there."""
-        box = self._box
         if not isinstance(message, int):
             if message == END:
                 self._ending = True
@@ -419,12 +419,13 @@ class ProcessChannel:
             if data or len(message) > ROOM:
                 self._write(message, *data)
                 message = _BY_PIPE
-        if not box.put(message):
+        asleep = self._box.put(message)
+        if asleep is None:
             waiting = Waiting()
-            while not box.put(message):
+            while (asleep := self._box.put(message)) is None:
                 self._bear(waiting)
                 time.sleep(EAGER_S)
-        if box.asleep:
+        if asleep:
             self._write(_WAKE)
 
     def _bear(self, waiting: Waiting) -> None:

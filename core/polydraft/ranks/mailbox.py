@@ -40,20 +40,20 @@ class Mailbox:
         self._count = 0
         """Messages that were put, on the side that takes them taken."""
 
-    def put(self, message: Message) -> bool:
-        """Put a message, and say whether there was a place for it."""
+    def put(self, message: Message) -> bool | None:
+        """Put a message. Returns whether the side that takes messages sleeps and has to be woken, None without a place for it."""
         words, count = self._words, self._count
         place = _HEAD + count % PLACES * _PLACE
         if words[place]:
-            return False
+            return None
         self._count = count + 1
         if isinstance(message, int):
             words[place] = message << 1 | 1
-            return True
-        size, begin = len(message), 8 * (place + 1)
-        self._bytes[begin : begin + size] = message
-        words[place] = crc32(message, count + 1 & _LOW) << 32 | size << 1
-        return True
+        else:
+            size, begin = len(message), 8 * (place + 1)
+            self._bytes[begin : begin + size] = message
+            words[place] = crc32(message, count + 1 & _LOW) << 32 | size << 1
+        return words[_ASLEEP] != 0
 
     def take(self) -> Message | None:
         """The next message; None where there is none yet."""

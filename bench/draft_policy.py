@@ -6,15 +6,18 @@
 Two kinds of work: `steady`, so many requests of equal length at once; and `drain`, as many requests whose lengths grow from one
 to the next, none of which arrives later, so that the batch shrinks from all to one. All contenders of one work are engines in one
 process, which take turns after one warm-up run each; what `auto` learned in the warm-up it keeps, as a server does. Greedy, end
-of text ignored. Reported: tokens a second (median of the turns, smallest and largest), and of each fixed number by how much
-`auto` is faster or slower: the median of the ratios of the same turn, with an interval that has it in 95 of 100 cases (of fewer
-than six turns the smallest and the largest ratio).
+of text ignored. Two engines that are alike differ by three or four parts in a hundred for as long as they live, by where their
+memory came to lie, and `auto` goes on with what it has learned; so engines are built anew several times, in an order drawn by
+chance. Reported: tokens a second (median of the turns, smallest and largest), and of each fixed number by how much `auto` is
+faster or slower: the median over the builds of the median of the ratios of the same turn, with an interval that has it in 95 of
+100 cases (of fewer than six builds the smallest and the largest ratio).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -56,39 +59,57 @@ def timed(llm: LLM, asked: tuple[list[str], list[SamplingParams]]) -> float:
     return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - begin)
 
 
-def compared(backend: str, kind: str, batch: int, tokens: int, repeats: int, seconds: float) -> list[dict[str, Any]]:
-    """The rows of one work, of which no turn is begun after so many seconds, but for the first."""
-    begun, asked = time.monotonic(), work(kind, batch, tokens)
-    engines = {k: LLM(backend=backend, draft_tokens=k, max_num_seqs=batch) for k in CONTENDERS}
-    for llm in engines.values():
-        timed(llm, asked)
-    before = list(engines[AUTO].engine.totals.drafts_per_step)
-    speeds: dict[int | str, list[float]] = {k: [] for k in CONTENDERS}
-    for turn in range(repeats):
-        if turn and time.monotonic() - begun > seconds:
-            break
-        order: Sequence[int | str] = CONTENDERS if turn % 2 else CONTENDERS[::-1]
-        for k in order:
-            speeds[k].append(timed(engines[k], asked))
-    made = [now - then for now, then in zip(engines[AUTO].engine.totals.drafts_per_step, before, strict=True)]
+def compared(backend: str, kind: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one work."""
+    turns: dict[int | str, list[list[float]]] = {k: [] for k in CONTENDERS}
+    made, chance = [0] * (int(AUTO[5:]) + 1), random.Random(0)
+    for _ in range(options.builds):
+        speeds, counts = built(backend, work(kind, batch, options.tokens), batch, options, chance)
+        made = [one + other for one, other in zip(made, counts, strict=True)]
+        for k in CONTENDERS:
+            turns[k].append(speeds[k])
     rows: list[dict[str, Any]] = []
-    for k, llm in engines.items():
+    for k in CONTENDERS:
+        every = [speed for build in turns[k] for speed in build]
         row: dict[str, Any] = {
-            "work": kind, "shape": "demo", "backend": backend, "draft_tokens": llm.engine.resolved.limits.num_drafts,
-            "policy": "auto" if k == AUTO else "fixed", "batch": batch, "new_tokens": tokens,
-            "repeats": len(speeds[k]),
-            "tokens_per_s": round(statistics.median(speeds[k]), 1),
-            "spread": [round(min(speeds[k]), 1), round(max(speeds[k]), 1)],
+            "work": kind, "shape": "demo", "backend": backend, "draft_tokens": int(AUTO[5:]) if k == AUTO else k,
+            "policy": "auto" if k == AUTO else "fixed", "batch": batch, "new_tokens": options.tokens, "repeats": len(every),
+            "builds": options.builds, "tokens_per_s": round(statistics.median(every), 1),
+            "spread": [round(min(every), 1), round(max(every), 1)],
         }  # fmt: skip
         if k == AUTO:
             row["drafts_per_step"] = made
         else:
-            ratios = [auto / own for auto, own in zip(speeds[AUTO], speeds[k], strict=True)]
+            ratios = [
+                statistics.median(auto / own for auto, own in zip(*both, strict=True))
+                for both in zip(turns[AUTO], turns[k], strict=True)
+            ]
             row["auto_over_this"] = round(statistics.median(ratios), 3)
             row["auto_over_this_interval"] = [round(each, 3) for each in interval(ratios)]
         rows.append(row)
-        llm.close()
     return rows
+
+
+def built(
+    backend: str, asked: tuple[list[str], list[SamplingParams]], batch: int, options: argparse.Namespace, chance: random.Random
+) -> tuple[dict[int | str, list[float]], list[int]]:
+    """Tokens a second of each turn of engines that are built for it, and how many steps of `auto` made how many drafts."""
+    order = chance.sample(CONTENDERS, len(CONTENDERS))
+    engines = {k: LLM(backend=backend, draft_tokens=k, max_num_seqs=batch) for k in order}
+    for llm in engines.values():
+        timed(llm, asked)
+    before = list(engines[AUTO].engine.totals.drafts_per_step)
+    speeds: dict[int | str, list[float]] = {k: [] for k in CONTENDERS}
+    begun = time.monotonic()
+    for turn in range(options.repeats):
+        if turn and time.monotonic() - begun > options.seconds:
+            break
+        for k in chance.sample(CONTENDERS, len(CONTENDERS)):
+            speeds[k].append(timed(engines[k], asked))
+    made = [now - then for now, then in zip(engines[AUTO].engine.totals.drafts_per_step, before, strict=True)]
+    for llm in engines.values():
+        llm.close()
+    return speeds, made
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -108,7 +129,8 @@ def about(rows: list[dict[str, Any]]) -> str:
     """What the table says, before it."""
     turns = sorted({row["repeats"] for row in rows})
     many = f"{turns[0]}" if len(turns) == 1 else f"{turns[0]} to {turns[-1]}"
-    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, median of {many} turns."
+    builds = rows[0]["builds"]
+    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, median of {many} turns of {builds} builds."
 
 
 def main() -> None:
@@ -117,8 +139,9 @@ def main() -> None:
     parser.add_argument("--work", default="steady,drain")
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn of a work after this time")
+    parser.add_argument("--builds", type=int, default=6, help="how often engines are built anew")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each build")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn of a build after this time")
     parser.add_argument("--out", type=Path, default=TARGET)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
@@ -127,7 +150,7 @@ def main() -> None:
         for kind in options.work.split(","):
             for batch in map(int, options.batch.split(",")):
                 if kind == "steady" or batch > 1:
-                    rows += compared(backend, kind, batch, options.tokens, options.repeats, options.seconds)
+                    rows += compared(backend, kind, batch, options)
                     print(markdown(rows[-len(CONTENDERS) :]).splitlines()[-1], flush=True)
                     report.write(options.out, report.document(rows, method=(__doc__ or "").strip()))
     if options.page:

@@ -92,6 +92,28 @@ def test_where_all_requests_are_others_it_decides_at_once(size: int) -> None:
             assert decided.call_count == before + 1, "they are those of before"
 
 
+@pytest.mark.parametrize("took", [0.0, 0.5])
+def test_decisions_are_seldom_where_they_take_as_long_as_a_step(took: float) -> None:
+    """Requests of 160 steps of a millisecond, one after the other: where a decision is no time, one is made 8 steps behind the
+    first, and 16 behind that; where it is half a step, hardly more than the first of each request, and trials seldom pay."""
+    world = World(1, lambda step: 1.0 + 0.02 * step.drafts, lambda world, slots: np.array([0.9] * 5), noise=0.05)
+    policy, decided = world.adaptive(), list[int]()
+    clock, decide = policy.clock, policy._decide
+
+    def slow(view: DraftView) -> None:
+        decide(view)
+        decided.append(len(world.chosen))
+
+    policy.clock = lambda: clock() + took * len(decided)
+    with mock.patch.object(policy, "_decide", slow):
+        for _ in range(20):
+            policy.choose(DraftView(world.slots, np.arange(0), True, world.totals))
+            world.begin()
+            world.run(policy, 1, 160)
+    late = sum(step >= 1600 for step in decided)
+    assert late < 36 if took else late > 45, late
+
+
 @pytest.mark.parametrize(("size", "within"), [(1, 16), (8, 32)])
 def test_drafts_are_soon_tried_for_requests_of_which_nobody_verified_one(size: int, within: int) -> None:
     world = World(size, COSTS["rows"], lambda world, slots: np.array(GOOD if world.slots.epoch[0] > 1 else [0.02] * 5))

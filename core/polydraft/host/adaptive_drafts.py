@@ -46,6 +46,9 @@ from polydraft.step.graphs import default_buckets
 SOON, EVERY, SELDOM = 4, 16, 256
 """Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most; `EVERY` where
 something does, and twice `SOON` where others decode than before."""
+DECIDING = 0.01
+"""Part of the time that decisions may take which follow from nothing but that time has passed: where steps are short, they are
+further apart."""
 LOOK, MANY = 32, 1024
 """Newest rounds of a request that a decision counts at most, and those of all together."""
 SETTLING = 2
@@ -136,9 +139,7 @@ class StepTimes:
         """Bucket, rung and step of the last measurement."""
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
-        self._same, self._growth = np.eye(n + 3), np.zeros((n + 3, n + 3))
-        """[rungs + 3, rungs + 3] twice: what moves a belief nowhere, and what each token in the caches adds to that."""
-        self._growth[:n, -2:] = np.stack([np.ones(n), rungs], axis=1)
+        self._same = np.eye(n + 3)
         self._level = np.append(np.ones(n), np.zeros(3))
         self._alike = np.multiply.outer(self._level, self._level)
         self._first = (
@@ -148,6 +149,7 @@ class StepTimes:
         self._away = self._spread(
             SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY, GROWTH_AWAY, DRAFTS_GROWTH_AWAY
         )  # fmt: skip
+        self._rungs = np.array(rungs, np.float64)
         self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE, GROWTH_STALE, DRAFTS_GROWTH_STALE)
 
     def _spread(
@@ -190,9 +192,12 @@ class StepTimes:
 
     def _grow(self, mean: Array, cov: Array, tokens: float) -> None:
         """Move a belief to where there are so many tokens more."""
-        move, low = self._same + tokens * self._growth, 0.3 * mean * self._level
-        np.maximum(move @ mean, low, out=mean)  # what tokens add may be overrated
-        np.matmul(move @ cov, move.T, out=cov)
+        n, k = len(self.rungs), self._rungs
+        low = 0.3 * mean[:n]
+        mean[:n] += tokens * (mean[-2] + k * mean[-1])
+        np.maximum(mean[:n], low, out=mean[:n])  # what tokens add may be overrated
+        cov[:n] += tokens * (cov[-2] + k[:, None] * cov[-1])
+        cov[:, :n] += tokens * (cov[:, -2:-1] + cov[:, -1:] * k)
 
     def _units(self, bucket: int, seconds: float) -> Array:
         """[rungs + 3]: what spreads are given in, where a step without drafts takes so long."""
@@ -423,6 +428,8 @@ class AdaptiveDrafts:
         depends on the time of a step without the others."""
         self._spared, self._limited_steps = 0.0, 0
         """The part of a step's drafts that nobody verifies because of them; steps with some."""
+        self._deciding = 0.0
+        """Seconds that a decision takes, as the last ones did; 0 before the first one."""
 
     def choose(self, view: DraftView) -> int:
         """The rung that was decided on, and now and then another decision. The time since the last call is that of a step, if the
@@ -449,6 +456,8 @@ class AdaptiveDrafts:
             self._enter(bisect.bisect_left(self.times.buckets, count))
         if self._left <= 0:
             self._decide(view)
+            took = self.clock() - now
+            self._deciding += 0.25 * (min(took, 4.0 * self._deciding) - self._deciding) if self._deciding else took
         return self.rungs[self._rung]
 
     def _check(self, totals: EngineTotals, timed: int) -> None:
@@ -506,13 +515,15 @@ class AdaptiveDrafts:
         now = next((i for i, way in enumerate(ways) if (way.rung, way.spared > 0.0) == (self._rung, limited)), self._rung)
         unknown = UNKNOWN**2 * self.acceptance.unknown(decode) / len(decode) ** 2
         trial = SHORT_TRIAL if self.times.noise < QUIET and len(decode) >= ENOUGH else TRIAL
-        tried = self._worth_trying(ways, best, cov, unknown, trial)
+        costs = self._deciding / ways[now].seconds
+        tried = self._worth_trying(ways, best, cov, unknown, trial, CHANGE + costs)
         if tried not in (best, now):
             taken, steps = tried, trial
         else:
             taken = best if paces[best] > paces[now] + GAIN else now
             chosen = ways[taken].rung, ways[taken].spared > 0.0
-            steps = self._pause = min(2 * self._pause, SELDOM) if chosen == self._chosen else EVERY
+            apart = 2 * self._pause if chosen == self._chosen else EVERY
+            steps = self._pause = min(max(apart, int(costs / DECIDING)), SELDOM)
             self._chosen = chosen
         self._expect(lasting, ways[taken], kept)
         self._take(ways[taken], self._windows(view, kept) if ways[taken].spared else None, steps)
@@ -549,9 +560,10 @@ class AdaptiveDrafts:
         sums = [0.0, *itertools.accumulate(np.add.reduce(by_place, axis=1).tolist())]
         return [sums[k] for k in self.rungs]
 
-    def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float, trial: int) -> int:
+    def _worth_trying(self, ways: list[_Way], best: int, cov: Array, unknown: float, trial: int, costs: float) -> int:
         """The way that promises most by being tried, more than its trial costs, by index; the best one where there is none.
-        `unknown` is the variance of the pace with more drafts than the best one has, `trial` the steps of a trial."""
+        `unknown` is the variance of the pace with more drafts than the best one has, `trial` the steps of a trial, `costs` those
+        that it takes besides."""
         n, base, part = len(self.rungs), ways[0].seconds, self.times.part(self.times.mean[self._bucket])
         rows = []
         for way in ways:  # how the logarithm of its seconds grows with each of the beliefs
@@ -572,7 +584,7 @@ class AdaptiveDrafts:
                 variance += spread**2 * min(self._step - self._ran[rung], STAY[1])
             if i != best and variance > 0.0:
                 ahead = way.pace - ways[best].pace
-                worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + trial * min(ahead, 0.0) - CHANGE
+                worth = stay * hoped(ahead, variance**2 / (variance + doubt)) + trial * min(ahead, 0.0) - costs
                 if worth > most:
                     found, most = i, worth
         return found

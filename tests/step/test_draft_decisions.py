@@ -89,7 +89,7 @@ def test_what_was_decided_is_there_where_the_run_ends_in_an_error(tmp_path: Path
 
 
 def test_behind_the_last_line_it_stays_as_it_was() -> None:
-    policy: DraftPolicy = ReplayedDrafts((0, 1, 3), [Decision(0, 3, None), Decision(2, 1, None)])
+    policy: DraftPolicy = ReplayedDrafts((0, 1, 3), 2, [Decision(0, 3, None), Decision(2, 1, None)])
     view: Any = None
     assert [policy.choose(view) for _ in range(5)] == [3, 3, 1, 1, 1]
 
@@ -131,8 +131,10 @@ def test_what_is_no_such_file_is_refused(content: str | None, message: str, tmp_
         ({"draft_tokens": 5, "max_num_seqs": 4}, "with 3 slots, and this one has 4; give --max-num-seqs as it was then"),
     ],
 )
-def test_decisions_of_another_engine_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file", "without windows"])
+def test_decisions_of_another_engine_are_refused(name: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     served(drawing(1), tmp_path / "file")
-    policy = ReplayedDrafts.read(tmp_path / "file")
+    (tmp_path / "without windows").write_text(head(ladder(MOST), SLOTS) + '{"step": 0, "drafts": 1}\n')
+    policy = ReplayedDrafts.read(tmp_path / name)
     with pytest.raises(ConfigError, match=message), deciding(lambda limits: policy):
         engine("narrow", **options)

@@ -100,8 +100,8 @@ class DraftRecorder(Instrument):
 class ReplayedDrafts:
     """The policy that decides as a file says, step by step; behind its last line as that says."""
 
-    def __init__(self, rungs: Sequence[int], decisions: Sequence[Decision]) -> None:
-        self.rungs = tuple(rungs)
+    def __init__(self, rungs: Sequence[int], slots: int, decisions: Sequence[Decision]) -> None:
+        self.rungs, self._slots = tuple(rungs), slots
         self.windows: Windows | None = None
         """What requests verify at most, as `DraftPolicy` says."""
         self._decisions, self._next = decisions, 0
@@ -123,7 +123,7 @@ class ReplayedDrafts:
         decisions = [_decision(_object(line, path, i), f"{path}, line {i}", rungs, slots) for i, line in enumerate(lines, 2)]
         if any(one.step >= other.step for one, other in pairwise(decisions)):
             raise ConfigError(f"{path} has steps out of order, wanted ascending ones; name a file of --record-drafts")
-        return cls(rungs, decisions)
+        return cls(rungs, slots, decisions)
 
     def check(self, limits: Limits) -> None:
         """Raise `ConfigError` where an engine of these limits cannot decide so."""
@@ -132,11 +132,10 @@ class ReplayedDrafts:
                 f"the draft decisions to replay are of an engine with at most {self.rungs[-1]} drafts, and this one has "
                 f"{limits.num_drafts}; give --draft-tokens as it was then"
             )
-        slots = next((len(one.windows.rows) for one in self._decisions if one.windows is not None), limits.max_seqs)
-        if slots != limits.max_seqs:
+        if self._slots != limits.max_seqs:
             raise ConfigError(
-                f"the draft decisions to replay are of an engine with {slots} slots, and this one has {limits.max_seqs}; give "
-                "--max-num-seqs as it was then"
+                f"the draft decisions to replay are of an engine with {self._slots} slots, and this one has {limits.max_seqs}; "
+                "give --max-num-seqs as it was then"
             )
 
     def choose(self, view: DraftView) -> int:

@@ -148,6 +148,23 @@ def test_acceptance_is_that_of_each_request_and_place() -> None:
     assert found[0].cumprod().sum() > 3.0 * found[1].cumprod().sum()
 
 
+@pytest.mark.parametrize(("usual", "believed"), [(0.95, 0.95), (0.2, 0.7)])
+def test_behind_a_stretch_without_drafts_they_are_believed_to_be_as_good_as_usual(usual: float, believed: float) -> None:
+    """Or better, so that they are tried again."""
+    world = World(4, COSTS["weights"], lambda world, slots: np.array([usual] * 5))
+    policy = world.adaptive()
+    world.run(Always(3), 4, 200)
+    for end in range(EVERY, 201, EVERY):
+        world.slots.num_rounds[:] = end
+        policy.acceptance.look(world.slots, np.arange(4), EVERY)
+    assert policy.acceptance.of_all()[0] == pytest.approx(usual, abs=0.1)
+    world.slots.round_drafts[:], world.slots.rounds[:] = 0, 0
+    for end in range(200 + EVERY, 1001, EVERY):
+        world.slots.num_rounds[:] = end
+        policy.acceptance.look(world.slots, np.arange(4), EVERY)
+    assert policy.acceptance.of_all()[0] == pytest.approx(believed, abs=0.03)
+
+
 def test_requests_that_come_when_all_have_gone_soon_show_that_they_are_others() -> None:
     world = World(32, COSTS["weights"], lambda world, slots: np.array(GOOD if world.slots.epoch[0] < 2 else [0.1] * 5))
     policy = world.adaptive()

@@ -80,6 +80,8 @@ request's evidence about a place after a round that verified no draft there: in 
 CHECK, SURPRISE, REFUTED = 4, 4.0, 0.25
 """Timed steps from one look at how many drafts are accepted to the next; standard deviations from what was expected at which
 the next decision is made at once; and what is left then of the evidence of before."""
+USUAL = 4096.0
+"""Rounds that count of how often the first draft is accepted usually, about."""
 PRIOR, PRIOR_CHANCE, OTHERS = 4.0, 0.7, 32.0
 """Rounds that what is known of all requests counts for in the estimate of one; what is believed of all at first; and rounds that
 count of all at most where none of those requests is left, since others may be of another kind."""
@@ -287,6 +289,8 @@ class Acceptance:
         self._seen = np.zeros(b, np.int64)
         self._counts, self._all = np.zeros((2, k, b)), np.zeros((2, k))
         """Drafts that were accepted, and those that were reached: by place and slot, and by place."""
+        self._usual = np.array((PRIOR * PRIOR_CHANCE, PRIOR))
+        """The same of the first place, forgotten by so many rounds."""
 
     def look(self, slots: SlotTable, decode: Array, steps: int) -> None:
         """Count the rounds of these slots since the last look, `steps` ago: at most the newest `LOOK`, and `MANY` of all."""
@@ -311,7 +315,9 @@ class Acceptance:
         if len(back) < most:
             left *= FORGET_ALL ** (new_rounds - count)
         self._counts[:, :, decode] = self._counts.take(decode, axis=2) * left + found[:2]
-        self._all = self._all * FORGET_ALL**steps + np.add.reduce(found[:2], axis=2, dtype=np.int64)
+        new_of_all = np.add.reduce(found[:2], axis=2, dtype=np.int64)
+        self._all = self._all * FORGET_ALL**steps + new_of_all
+        self._usual = self._usual * max(1.0 - new_of_all[1, 0] / USUAL, 0.0) + new_of_all[:, 0]
         self._seen[decode] = rounds
 
     def refuted(self) -> None:
@@ -324,8 +330,10 @@ class Acceptance:
         self._all *= min(1.0, OTHERS / max(float(self._all[1, 0]), 1.0))
 
     def of_all(self) -> list[float]:
-        """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before."""
-        chances, before = [], PRIOR_CHANCE
+        """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before, and the
+        first one to be as usual, or better."""
+        accepted, reached = self._usual.tolist()
+        chances, before = [], max(PRIOR_CHANCE, accepted / max(reached, 1.0))
         for accepted, reached in zip(*self._all.tolist(), strict=True):
             before = (accepted + PRIOR * before) / (reached + PRIOR)
             chances.append(before)

@@ -33,7 +33,8 @@ from polydraft.reference.device import ReferenceDevice
 from tests.oracle.eagle3 import Eagle3Oracle
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed, deep, first
-from tests.support.eagle3 import (
+from tests.support.runs import Ask, drafts_at, drive, essence
+from tools.make_eagle3 import (
     LAYOUTS,
     PART,
     SUCCESSOR,
@@ -45,7 +46,6 @@ from tests.support.eagle3 import (
     target_tensors,
     write_draft,
 )
-from tests.support.runs import Ask, drafts_at, drive, essence
 
 SOMETIMES, ALWAYS, HARDLY = 0.02, 0.0, 0.5
 """Noise of pairs whose drafts are right about every other time, always, and hardly ever."""

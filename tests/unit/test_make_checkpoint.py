@@ -1,21 +1,24 @@
-"""`tools/make_checkpoint.py` writes a checkpoint of every family that is read, and each generates on the CPU backend."""
+"""`tools/make_checkpoint.py` writes a checkpoint of every family that is read, and each generates on the CPU backend;
+`tools/make_eagle3.py` a target with a draft model."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polydraft import LLM, SamplingParams
 from polydraft.models import Checkpoint
 from polydraft.models.families import BUILT_IN
+from tools import make_eagle3
 from tools.make_checkpoint import FAMILIES, main
 
 PROMPTS = ["w5 w9 w2", "w17"]
 
 
-def generated(directory: Path, draft_tokens: int) -> tuple[list[tuple[int, ...]], float]:
+def generated(directory: Path, draft_tokens: int, **options: Any) -> tuple[list[tuple[int, ...]], float]:
     """Greedy texts on the CPU backend, and the tokens of a round."""
-    llm = LLM(model=str(directory), backend="cpu", draft_tokens=draft_tokens, max_num_seqs=2)
+    llm = LLM(model=str(directory), backend="cpu", draft_tokens=draft_tokens, max_num_seqs=2, **options)
     outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
     llm.close()
     texts = [tuple(output.token_ids) for output in outputs]
@@ -74,3 +77,12 @@ def test_a_configuration_that_leaves_the_size_of_heads_to_others(tmp_path: Path,
     with Checkpoint(tmp_path / "model") as opened:
         assert opened.shape("model.layers.0.self_attn.k_proj.weight") == (48, 48)
     assert generated(tmp_path / "model", 0)[0]
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [("0", 3.5, 4.0), ("0.5", 1.0, 2.0)])
+def test_drafts_of_a_pair_are_right_as_often_as_is_asked(tmp_path: Path, noise: str, least: float, most: float):
+    make_eagle3.main([str(tmp_path), "--layout", "vllm", "--family", "qwen3", "--noise", noise, "--seed", "1"])
+    drafting = {"proposer": "eagle3", "draft_model": str(tmp_path / "draft-model")}
+    plain, drafted = (generated(tmp_path / "target", k, **more) for k, more in ((0, {}), (3, drafting)))
+    assert plain[0] == drafted[0]
+    assert least < drafted[1] <= most

@@ -42,12 +42,22 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 # -- outputs ------------------------------------------------------------------------------------------------------------
 @full
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", [("contracts", "linear", "--json"), ("--version",)], ids=" ".join)
-def test_a_full_output_is_told(command: tuple[str, ...]) -> None:
+def test_a_full_output_is_told(command: tuple[str, ...], unbuffered: str) -> None:
     with FULL.open("w") as out:
-        done = run(*command, stdout=out)
+        done = run(*command, stdout=out, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
     assert done.returncode == 1
     assert "No space left on device; make room" in said(done)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_nobody_reads_ends_quietly(unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = run("contracts", "linear", "--json", stdout=write, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_closed_output_is_what_its_user_wants() -> None:

@@ -91,6 +91,9 @@ class Program(click.Group):
             status = super().main(
                 given, "polydraft", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
             )
+            sys.stdout.flush()
+        except BrokenPipeError:
+            status = FAILED
         except SystemExit as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             if place.filename == click.core.__file__:  # a closed pipe
@@ -99,9 +102,18 @@ class Program(click.Group):
             status = tell(PluginError(f"{where} ended the program with status {error.code}; raise an error there instead"), given)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the border of the program: whatever it is becomes a sentence
             status = tell(error, given)
+        _leave_nothing_to_write()
         if not standalone_mode:
             return status
         sys.exit(status or 0)
+
+
+def _leave_nothing_to_write() -> None:
+    """Forget what cannot be written, which was told: at the exit Python would try again, show a traceback and exit with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(error: BaseException, args: Sequence[str]) -> int:

@@ -30,8 +30,8 @@ from polydraft.bench import report
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "bench" / "results" / "draft_policy.json"
 FIGURES = "bench/results/draft_policy.json"
-CONTENDERS: tuple[int | str, ...] = (0, 1, 3, 5, "auto:5")
-AUTO = "auto:5"
+MOST, AUTO = 5, "auto:5"
+CONTENDERS: tuple[int | str, ...] = (0, 1, 3, 5, AUTO)
 WORDS = ("def add", "class Stack:", "import os", "for i in", "x = [1, 2", "while True:", "def read", "return")
 
 
@@ -62,7 +62,7 @@ def timed(llm: LLM, asked: tuple[list[str], list[SamplingParams]]) -> float:
 def compared(backend: str, kind: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one work."""
     turns: dict[int | str, list[list[float]]] = {k: [] for k in CONTENDERS}
-    made, chance = [0] * (int(AUTO[5:]) + 1), random.Random(0)
+    made, chance = [0] * (MOST + 1), random.Random(0)
     for _ in range(options.builds):
         speeds, counts = built(backend, work(kind, batch, options.tokens), batch, options, chance)
         made = [one + other for one, other in zip(made, counts, strict=True)]
@@ -72,7 +72,7 @@ def compared(backend: str, kind: str, batch: int, options: argparse.Namespace) -
     for k in CONTENDERS:
         every = [speed for build in turns[k] for speed in build]
         row: dict[str, Any] = {
-            "work": kind, "shape": "demo", "backend": backend, "draft_tokens": int(AUTO[5:]) if k == AUTO else k,
+            "work": kind, "shape": "demo", "backend": backend, "draft_tokens": MOST if k == AUTO else k,
             "policy": "auto" if k == AUTO else "fixed", "batch": batch, "new_tokens": options.tokens, "repeats": len(every),
             "builds": options.builds, "tokens_per_s": round(statistics.median(every), 1),
             "spread": [round(min(every), 1), round(max(every), 1)],

@@ -6,18 +6,13 @@
 
 No model is trained. The target goes from each token to its successor, and the draft model knows it; noise on every weight makes
 both err: with 0 every draft is right, with 0.02 about every other one, with 0.5 hardly any. Layouts with a reduced vocabulary
-never draft a fifth of the tokens. A word of the tokenizer is a token. The tests of EAGLE-3 use the same pairs, each written
-once a session.
+never draft a fifth of the tokens. A word of the tokenizer is a token. The tests of EAGLE-3 take theirs from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
-import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,23 +240,10 @@ def write_target(directory: Path, family: str, noise: float, *, seed: int = 0) -
     return directory
 
 
-@functools.cache
-def pair(layout: str, noise: float, *, seed: int = 0, family: str = "llama") -> tuple[Path, Path]:
-    """A target and its draft model, which are there until the process ends."""
-    return write_pair(Path(tempfile.mkdtemp(dir=_root())), layout, noise, seed=seed, family=family)
-
-
 def write_pair(directory: Path, layout: str, noise: float, *, seed: int = 0, family: str = "llama") -> tuple[Path, Path]:
     """A target and its draft model, in `target` and `draft-model` of the directory."""
     target = write_target(directory / "target", family, noise, seed=seed)
     return target, write_draft(directory / "draft-model", layout, noise, seed=seed, target=target)
-
-
-@functools.cache
-def _root() -> str:
-    root = tempfile.mkdtemp(prefix="polydraft-eagle3-")
-    atexit.register(shutil.rmtree, root)
-    return root
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -55,10 +55,10 @@ from polydraft_cuda.storage import CudaWeight
 from tests.device.paper import PaperDevice, paper_place, share_of_head, sum_and_norm
 from tests.step.test_ranks_faults import run
 from tests.support import letters, packed_models, tiny
+from tests.support.eagle3 import pair
 from tests.support.gpus import on_two
 from tests.support.of_ranks import OPTIONS, asks
 from tests.support.runs import Ask, drive, essence
-from tools.make_eagle3 import pair
 
 pytestmark = pytest.mark.timeout(300)
 on_a_gpu = pytest.mark.device("cuda")
@@ -830,7 +830,7 @@ COUPLED = {"temperature": 1.0, "top_p": 0.95}
 
 
 def drafted(ranks: int, of: tuple[Path, Path], drafts: int, sampling: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """Texts and rounds of a target with its draft model (`tools.make_eagle3`)."""
+    """Texts and rounds of a target with its draft model (`tests.support.eagle3`)."""
     target, draft_model = of
     config = {
         "model": str(target), "draft_model": str(draft_model), "draft_tokens": drafts, "proposer": "eagle3", "backend": "cuda",

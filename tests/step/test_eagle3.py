@@ -33,6 +33,7 @@ from polydraft.reference.device import ReferenceDevice
 from tests.oracle.eagle3 import Eagle3Oracle
 from tests.support.cpu import needs_kernels
 from tests.support.depth import crossed, deep, first
+from tests.support.eagle3 import pair
 from tests.support.runs import Ask, drafts_at, drive, essence
 from tools.make_eagle3 import (
     LAYOUTS,
@@ -41,7 +42,6 @@ from tools.make_eagle3 import (
     TARGETS,
     draft_config,
     draft_tensors,
-    pair,
     tables,
     target_tensors,
     write_draft,

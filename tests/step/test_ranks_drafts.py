@@ -32,9 +32,10 @@ from tests.step.test_eagle3 import engine as of_pair
 from tests.support import tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among, deep
+from tests.support.eagle3 import pair
 from tests.support.of_ranks import on_one_core, on_one_rank, pieces_read, served, split
 from tests.support.runs import drafts_at, drive, essence
-from tools.make_eagle3 import LAYOUTS, V, draft_config, draft_tensors, pair, write_target
+from tools.make_eagle3 import LAYOUTS, V, draft_config, draft_tensors, write_target
 
 RANKS, DRAFTS = (2, 4), (0, 3, 5)
 LAZY = {"device": "queued", "max_batched_tokens": 20}

@@ -20,11 +20,12 @@ from polydraft.errors import CapabilityError
 from polydraft.models import Checkpoint, FamilyRegistry
 from polydraft.models.ranks import has_experts, of_ranks
 from tests.support import tiny, tiny_families
+from tests.support.eagle3 import pair
 from tests.support.of_ranks import on_one_core
 from tests.support.poison import poison_free_blocks
 from tests.support.programs import Program, alone, bits, program
 from tests.support.runs import Ask, drive, essence, solo_moved
-from tools.make_eagle3 import LAYOUTS, V, pair
+from tools.make_eagle3 import LAYOUTS, V
 
 SEEDS = range(200)
 LOOKING = ("suffix", "hybrid")

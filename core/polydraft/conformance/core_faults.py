@@ -274,7 +274,7 @@ def runs_a_stale_plan() -> Any:
 
     def read(real: Any, reader: PlanReader, message: bytes | int) -> StepPlan:
         plans.append(real(reader, message))
-        return plans[-2] if len(plans) > 1 and plans[-1].writes and not plans[-1].has_prefill else plans[-1]
+        return plans[-2] if plans[-1].writes and not plans[-1].has_prefill else plans[-1]
 
     return _on_rank_1(PlanReader, "read", read)
 

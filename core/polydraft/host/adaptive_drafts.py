@@ -81,7 +81,7 @@ CHECK, SURPRISE, REFUTED = 4, 4.0, 0.25
 """Timed steps from one look at how many drafts are accepted to the next; standard deviations from what was expected at which
 the next decision is made at once; and what is left then of the evidence of before."""
 USUAL = 4096.0
-"""Rounds that count of how often the first draft is accepted usually, about."""
+"""Rounds after which it is forgotten how often the first draft was accepted usually, about."""
 PRIOR, PRIOR_CHANCE, OTHERS = 4.0, 0.7, 32.0
 """Rounds that what is known of all requests counts for in the estimate of one; what is believed of all at first; and rounds that
 count of all at most where none of those requests is left, since others may be of another kind."""
@@ -142,7 +142,7 @@ class StepTimes:
         self._timed, self._repeats = 16, 3
         """Steps behind `noise`, and measurements behind `unrest`; with as many as what is believed at first stands for."""
         self._same = np.eye(n + 3)
-        self._level = np.append(np.ones(n), np.zeros(3))
+        self._level, self._drafts = np.append(np.ones(n), np.zeros(3)), np.array(rungs, np.float64)
         self._alike = np.multiply.outer(self._level, self._level)
         self._first = (
             np.append(1.0 + SLOPE * np.array(rungs), (ROWS, GROWTH, DRAFTS_GROWTH)),
@@ -151,13 +151,12 @@ class StepTimes:
         self._away = self._spread(
             SLOPES_AWAY, CURVED_AWAY, ROUGH_AWAY, NO_PASS_AWAY, ROWS_AWAY, GROWTH_AWAY, DRAFTS_GROWTH_AWAY
         )  # fmt: skip
-        self._rungs = np.array(rungs, np.float64)
         self._stale = self._spread(SLOPES_STALE, 0.0, ROUGH_STALE, 0.0, ROWS_STALE, GROWTH_STALE, DRAFTS_GROWTH_STALE)
 
     def _spread(
         self, slopes: float, curved: float, rough: float, no_pass: float, rows: float, growth: float, drafts_growth: float
     ) -> Array:
-        n, k = len(self.rungs), np.array(self.rungs, np.float64)
+        n, k = len(self.rungs), self._drafts
         cov = np.diag(np.append(np.zeros(n), (rows, growth, drafts_growth)) ** 2)
         cov[:n, :n] = slopes**2 * np.outer(k, k) + curved**2 * np.exp(-(((k[:, None] - k) / 2.0) ** 2)) + rough**2 * np.eye(n)
         cov[0, 0] += no_pass**2 * (self.rungs[0] == 0)
@@ -194,7 +193,7 @@ class StepTimes:
 
     def _grow(self, mean: Array, cov: Array, tokens: float) -> None:
         """Move a belief to where there are so many tokens more."""
-        n, k = len(self.rungs), self._rungs
+        n, k = len(self.rungs), self._drafts
         low = 0.3 * mean[:n]
         mean[:n] += tokens * (mean[-2] + k * mean[-1])
         np.maximum(mean[:n], low, out=mean[:n])  # what tokens add may be overrated
@@ -290,7 +289,7 @@ class Acceptance:
         self._counts, self._all = np.zeros((2, k, b)), np.zeros((2, k))
         """Drafts that were accepted, and those that were reached: by place and slot, and by place."""
         self._usual = np.array((PRIOR * PRIOR_CHANCE, PRIOR))
-        """The same of the first place, forgotten by so many rounds."""
+        """The same of the first place, over a longer time."""
 
     def look(self, slots: SlotTable, decode: Array, steps: int) -> None:
         """Count the rounds of these slots since the last look, `steps` ago: at most the newest `LOOK`, and `MANY` of all."""
@@ -332,8 +331,7 @@ class Acceptance:
     def of_all(self) -> list[float]:
         """[places]: the chances over all requests; a place that nobody has tried is taken to be like the one before, and the
         first one to be as usual, or better."""
-        accepted, reached = self._usual.tolist()
-        chances, before = [], max(PRIOR_CHANCE, accepted / max(reached, 1.0))
+        chances, before = [], max(PRIOR_CHANCE, float(self._usual[0] / self._usual[1]))
         for accepted, reached in zip(*self._all.tolist(), strict=True):
             before = (accepted + PRIOR * before) / (reached + PRIOR)
             chances.append(before)

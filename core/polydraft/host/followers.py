@@ -206,7 +206,6 @@ class Followers:
         self.group = group
         """Rank 0."""
         self._channels, self._writer, self._ended = channels, PlanWriter(), False
-        self._raise_failure = group.exchange.raise_failure
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks launch a step. Raises `DeviceError` where one of them has ended."""
@@ -245,7 +244,7 @@ class Followers:
         return [channel.behind for channel in self._channels]
 
     def _tell(self, message: Message, data: Data = ()) -> None:
-        self._raise_failure()
+        self.group.exchange.raise_failure()
         for channel in self._channels:
             channel.send(message, data)
 

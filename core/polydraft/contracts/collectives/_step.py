@@ -1,4 +1,4 @@
-"""The argument that every collective has beside its data: the number of the step that it is launched in."""
+"""The argument that every collective has beside its data: the number of the step whose plan it runs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from setuptools import setup
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "paddle-device-skeleton"))
 from build_device import BuildDevice, device_library  # beside this folder: what devices share
 
-KERNELS = ["src/elementwise.cu", "src/along.cu", "src/moves.cu"]
+KERNELS = ["src/elementwise.cu", "src/along.cu", "src/moves.cu", "src/fused.cu"]
 SOURCES = ["src/runtime.cc", "src/driver.cc", "src/graph_memory.cc", "src/products.cc", "src/kernels.cc"]
 CODE = [
     "-gencode=arch=compute_80,code=sm_80",

@@ -13,7 +13,7 @@ import pytest
 from polydraft.conformance.oracle import OracleModel
 from tests.support.depth import deep
 from tests.support.near_ties import divergences
-from tests.support.paddle import forked, needs_device, script
+from tests.support.paddle import forked, needs_device, needs_graphs, script
 from tools import make_checkpoint
 
 pytestmark = needs_device
@@ -151,6 +151,60 @@ def test_a_weight_is_converted_part_by_part():
     share, error = json.loads(run.stdout)
     assert share < 1.3, "of its bytes in float32 the device needs, which converted whole would be 1.5"
     assert error <= 0
+
+
+UPDATED = """
+import json, sys
+from polydraft import LLM, SamplingParams
+from polydraft_paddle import fused
+first, second, device, *without = sys.argv[1:]
+for operation in without:
+    del fused.TRIALS[operation]
+options = dict(backend="paddle", device=device, draft_tokens=3, max_num_seqs=2, max_model_len=64, dtype="bf16")
+
+def texts(llm):
+    out = llm.generate([[3, 1, 4], [2, 7, 1, 8]], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    return [list(one.token_ids) for one in out]
+
+llm, fresh = LLM(model=first, **options), LLM(model=second, **options)
+before = texts(llm)
+llm.update_weights(second)
+print(json.dumps([before, texts(llm), texts(fresh)]))
+llm.engine.close()
+fresh.engine.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "without", [pytest.param((), id="read in 16 bits", marks=pytest.mark.deep), pytest.param(("mixed_product",), id="a copy")]
+)
+def test_new_weights_reach_a_head_whose_logits_are_float32(tmp_path: Path, without: tuple[str, ...]):
+    """Where the place multiplies float32 by 16 bits, and where the head has a copy that was made when it was bound."""
+    for name, seed in (("first", 1), ("second", 2)):
+        make_checkpoint.make(tmp_path / name, make_checkpoint.FAMILIES["mimo"], seed=seed, dtype="BF16")
+    run = forked(UPDATED, str(tmp_path / "first"), str(tmp_path / "second"), "polyemu:0", *without)
+    assert run.returncode == 0, run.stderr[-2000:]
+    before, after, fresh = json.loads(run.stdout)
+    assert after == fresh != before
+
+
+OFFERED = """
+import json
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import fused, open_place
+device = open_place("polyemu:0", DeviceOptions())
+print(json.dumps(sorted([name, str(dtype).rpartition(".")[2]] for name, dtype in fused._FOUND[device.place])))
+"""
+
+
+@needs_graphs
+def test_what_a_place_fuses_is_tried_in_each_dtype():
+    run = forked(OFFERED)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = {dtype: {name for name, of in json.loads(run.stdout) if of == dtype} for dtype in ("float32", "bfloat16", "float16")}
+    assert found["bfloat16"] == {"rms_norm_ext", "add_and_norm", "swiglu", "linear", "mixed_product", "attend"}
+    assert found["float16"] == found["bfloat16"] - {"attend"}, "no number of float16 hides a place whatever its score is"
+    assert found["float32"] >= found["bfloat16"] - {"mixed_product"} | {"rotate", "softmax", "argmax"}
 
 
 WITHOUT_CAST = """

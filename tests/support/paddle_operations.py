@@ -81,9 +81,7 @@ def elementwise() -> Iterator[Case]:
     large = np.abs(x * 9)
     for dtype in ("int32", "int64", "float64", "bool", "uint8"):
         yield case(f"cast to {dtype}", lambda t, to=dtype: t.astype(to), large, wanted=large.astype(dtype))
-    bits = x.view(np.uint32).astype(np.uint64)
-    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
-    yield case("cast to bfloat16", lambda t: t.astype("bfloat16").astype("float32"), x, wanted=even)
+    yield case("cast to bfloat16", lambda t: t.astype("bfloat16").astype("float32"), x, wanted=rounded(x))
 
 
 def copied_between(to: Any, source: Any) -> Any:
@@ -191,6 +189,89 @@ def products() -> Iterator[Case]:
     )
 
 
+def attended(q: Any, k: Any, v: Any, added: Any) -> Any:
+    """Softmax attention of q [b, r, h, d] over k and v [b, c, g, d] in float64."""
+    shared = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x.astype(np.float64), shared, 2) for x in (k, v))
+    scores = np.einsum("brhd,bchd->bhrc", q.astype(np.float64), k) / np.sqrt(q.shape[3]) + added
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed: Any = np.einsum("bhrc,bchd->brhd", weights / weights.sum(-1, keepdims=True), v)
+    return mixed
+
+
+def in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of numbers of 16 bits, and of what comes out float32."""
+    return lambda *tensors: function(*(t.astype("bfloat16") for t in tensors)).astype("float32")
+
+
+def fused() -> Iterator[Case]:
+    """What Paddle makes one operation of, in float32 and bfloat16; rows shorter and longer than a block of threads."""
+    from polydraft_paddle import fused as operations
+    from polydraft_paddle.ops import direct
+
+    def normed(x: Any, gain: Any) -> Any:
+        out, inverse = paddle.zeros_like(x), paddle.zeros([x.shape[0]], "float32")
+        operations.rms_norm_into(out, inverse, x, gain, 1e-5)
+        return out
+
+    def normed_sum(x: Any, y: Any, gain: Any) -> Any:
+        x, out, inverse = x.clone(), paddle.zeros_like(x), paddle.zeros([x.shape[0]], "float32")
+        operations.add_and_norm_into(out, inverse, x, y, gain, 1e-5)
+        return paddle.concat([out, x])
+
+    def turned(heads: Any, sin: Any, cos: Any, interleaved: bool) -> Any:
+        out = paddle.zeros_like(heads)
+        operations.rotate_into(out, heads, sin, cos, interleaved=interleaved)
+        return out
+
+    def mixed(q: Any, k: Any, v: Any, added: Any) -> Any:
+        out = paddle.zeros_like(q)
+        operations.attend_into(out, q, k, v, added)
+        return out
+
+    cases: list[Case] = []
+    for width in (8, 67, 1000):
+        x, y, gain, bias, w = (rounded(real(*shape)) for shape in ((5, width), (5, width), (width,), (16,), (16, width)))
+        unit = lambda x: x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)  # noqa: E731
+        cases.append(case("norm", normed, x, gain, wanted=unit(x) * gain))
+        cases.append(case("norm of a sum", normed_sum, x, y, gain, wanted=np.concatenate([unit(x + y) * gain, x + y])))
+        with_bias = lambda x, w, b: direct.linear_v2(x, w, b, True)  # noqa: E731
+        cases.append(case("product and bias", with_bias, x, w, bias, wanted=exact(x, w.T) + bias))
+        gated = x / (1 + np.exp(-x)) * y
+        cases.append(case("swiglu", lambda both: direct.swiglu(both, None), np.concatenate([x, y], 1), wanted=gated))
+        cases.append(case("swiglu of two", direct.swiglu, x, y, wanted=gated))
+        weights = np.exp(x - x.max(-1, keepdims=True))
+        cases.append(case("softmax", lambda x: direct.softmax(x, -1), x, wanted=weights / weights.sum(-1, keepdims=True)))
+        q, k, v = (rounded(real(*shape)) for shape in ((3, 1, 6, 64), (3, width, 2, 64), (3, width, 2, 64)))
+        hides = np.where(RNG.random((3, 6, 1, width)) < 0.5, np.float32(-1e30), np.float32(0))
+        hides[..., -1] = 0.0
+        cases.append(case("attention", mixed, q, k, v, hides, wanted=attended(q, k, v, hides)))
+        shown = np.ascontiguousarray(hides[:, :1])
+        spread = lambda q, k, v, added: mixed(q, k, v, added.expand([3, 6, 1, added.shape[3]]))  # noqa: E731
+        cases.append(case("attention, one mask", spread, q, k, v, shown, wanted=attended(q, k, v, shown)))
+        third = x / np.float32(3.0)
+        mixed_product = lambda x, w: paddle.matmul(x, w.astype("bfloat16"), transpose_y=True)  # noqa: E731
+        yield case("product of float32 and bfloat16", mixed_product, third, w, wanted=exact(third, w.T))
+    heads, sin, cos = (rounded(real(7, 8)) for _ in range(3))
+    first, second = np.split(heads, 2, axis=1)
+    halves = heads * cos + np.concatenate([-second, first], 1) * sin
+    pairs = heads * cos + np.stack([-heads[:, 1::2], heads[:, ::2]], 2).reshape(7, 8) * sin
+    cases.append(case("rotation of halves", lambda x, s, c: turned(x, s, c, False), heads, sin, cos, wanted=halves))
+    cases.append(case("rotation of pairs", lambda x, s, c: turned(x, s, c, True), heads, sin, cos, wanted=pairs))
+    for name, function, arrays, wanted in cases:
+        yield name, function, arrays, wanted
+        yield f"{name} in bfloat16", in_bfloat16(function), arrays, wanted
+    odd = np.array([[0.0, -80.0, -np.inf], [0.0, np.nan, 0.0]], np.float32)
+    small = np.array([[1.0, np.exp(-80.0), 0.0], [np.nan] * 3], np.float32)
+    yield case("softmax of NaN", lambda x: direct.softmax(x, -1), odd, wanted=small)
+
+
+def rounded(x: Any) -> Any:
+    """The nearest numbers of bfloat16, in float32."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
 def main(spec: str) -> int:
     """Number of disagreements."""
     kind, _, index = spec.partition(":")
@@ -198,11 +279,11 @@ def main(spec: str) -> int:
     paddle.set_device(place)
     paddle.set_flags({"FLAGS_enable_api_kernel_fallback": False})
     bad = count = 0
-    for family in (elementwise, shapes, along, by_index, products):
+    for family in (elementwise, shapes, along, by_index, products, fused):
         for name, function, arrays, wanted in family():
             count += 1
             got = function(*(paddle.to_tensor(np.ascontiguousarray(a), place=place) for a in arrays)).numpy()
-            close = 2e-2 if name == "bfloat16 product" else 2e-5
+            close = 2e-2 if name.endswith("in bfloat16") or name == "bfloat16 product" else 2e-5
             if got.shape != np.shape(wanted) or not np.allclose(got, wanted, rtol=close, atol=close, equal_nan=True):
                 bad += 1
                 sys.stdout.write(f"{name}: got {got.shape} {got.ravel()[:5]}, wanted {np.shape(wanted)} {np.ravel(wanted)[:5]}\n")

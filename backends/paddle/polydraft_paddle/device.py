@@ -22,7 +22,7 @@ from polydraft_paddle.companions import host_memory
 from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.graph import why_no_graphs
 from polydraft_paddle.installation import has_graphs
-from polydraft_paddle.ops import Tensor, give_numbers
+from polydraft_paddle.ops import CONVERTED, Tensor, give_numbers
 from polydraft_paddle.place import compute_stream, place_of, use
 from polydraft_paddle.provider import FAILURES, device_error, missing_kernel, refused
 from polydraft_paddle.table import PADDLE_DTYPES
@@ -33,8 +33,6 @@ BEHIND = {
 }  # fmt: skip
 """What the row behind memory holds, by dtype and number of axes: zeros, and of tables of int32 what is no token and no block.
 Those of float16 come in that dtype: a place that holds it need not convert to it."""
-CONVERTED = 1 << 26
-"""Bytes of a weight that are on the device at a time in another dtype than it is kept in."""
 
 
 class PaddleBuffer:

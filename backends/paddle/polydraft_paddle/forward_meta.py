@@ -29,7 +29,7 @@ class PaddleForwardMeta:
         self._tensors = tuple(b.tensor for b in (buffers.row_slot, buffers.positions, buffers.block_table))  # type: ignore[attr-defined]
         self._arrays = tuple(np.from_dlpack(t) for t in self._tensors) if device.host_visible else ()
         self._kept = Kept()
-        self._shared: dict[tuple[int, ...], Any] = {}
+        self._shared: dict[tuple[Any, ...], Any] = {}
         self.layout: HostLayout | RowLayout | None = None
         self._target: PaddleForwardMeta | None = None
         """That of the target's pass where this one is over its rows."""
@@ -41,11 +41,12 @@ class PaddleForwardMeta:
             self._target = device.target_pass
             self._target._over.append(self)
 
-    def zeros(self, *shape: int) -> Any:
-        """A float32 tensor of this shape that the layers of the pass share, one after the other; zero where none has written."""
-        if shape not in self._shared:
-            self._shared[shape] = paddle.zeros(shape, "float32")
-        return self._shared[shape]
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A tensor that the layers of the pass share, one after the other; zero where none has written."""
+        key = *shape, dtype
+        if key not in self._shared:
+            self._shared[key] = paddle.zeros(shape, dtype)
+        return self._shared[key]
 
     def fill(self, stream: Stream, step: StepMeta) -> None:
         """Lay out the rows now in the pass's buffers; nothing waits, and on the host only host memory is read."""

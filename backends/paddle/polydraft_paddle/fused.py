@@ -27,8 +27,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_into(out: Tensor, inverse: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
-    """RMSNorm of rows `x` [n, R] straight over `out`, float32, on a place that has it; `inverse` [n] float32 may hold anything
-    afterwards. Since Paddle 3.3: before, it has another name and writes elsewhere."""
+    """RMSNorm of rows `x` [n, R] straight over `out`, on a place that has it; `x`, `gain` and `out` have one dtype, `inverse` [n]
+    is float32 and may hold anything afterwards. Since Paddle 3.3: before, it has another name and writes elsewhere."""
     if has("rms_norm_ext", x):
         direct.fused_rms_norm_ext(x, gain, eps, out=(out, inverse))
     else:
@@ -51,7 +51,7 @@ def rotate_into(out: Tensor, heads: Tensor, sin: Tensor, cos: Tensor, interleave
 
 
 def attend_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> None:
-    """Softmax attention of q [n, 1, H, D] over k and v [n, C, G, D], over `out`, all float32. Scores are D ** -0.5 times
+    """Softmax attention of q [n, 1, H, D] over k and v [n, C, G, D], over `out`, all of one dtype. Scores are D ** -0.5 times
     the products, plus `added` [n, H, 1, C]."""
     direct.flash_attn(q, k, v, None, added, 0.0, False, False, True, "", out=(out, unasked(), unasked(), unasked()))
 
@@ -61,7 +61,7 @@ ROW = np.array([[0.5, -1.0, 2.0, 0.25, -0.75, 1.5, -2.0, 1.0]], np.float32)
 
 
 def _same(found: Tensor, wanted: Any) -> bool:
-    return bool(np.allclose(found.numpy(), wanted, rtol=1e-2, atol=1e-6))  # TF32 will do
+    return bool(np.allclose(found.astype("float32").numpy(), wanted, rtol=1e-2, atol=1e-6))  # TF32 will do, and 16 bits
 
 
 def _norms(row: Tensor) -> bool:
@@ -72,13 +72,20 @@ def _norms(row: Tensor) -> bool:
 
 def _adds_in_place(row: Tensor) -> bool:
     """For short rows and long ones, of which a place may keep less than all between two looks."""
-    del row
     for width in (8, 4096, 1 << 16):
-        x, y, gain, out = (paddle.full([1, width], value, "float32") for value in (1.0, 2.0, 1.0, 0.0))
+        x, y, gain, out = (paddle.full([1, width], value, row.dtype) for value in (1.0, 2.0, 1.0, 0.0))
         add_and_norm_into(out, paddle.zeros([1]), x, y, gain[0], 0.0)
         if not (_same(out, 1.0) and _same(x, 3.0)):
             return False
     return True
+
+
+def _mixes(row: Tensor) -> bool:
+    """A product of float32 with 16 bits, whose result is float32: factors of float32 are not rounded."""
+    third = paddle.to_tensor(ROW / np.float32(3.0), place=row.place)
+    out = paddle.zeros([1, 1], "float32")
+    direct.matmul(third, row, False, True, out=out)
+    return out.dtype == paddle.float32 and bool(np.allclose(out.numpy(), (ROW * ROW).sum() / 3.0, rtol=1e-6))
 
 
 def _keeps_nan_and_small_weights(row: Tensor) -> bool:
@@ -105,12 +112,14 @@ def _rotates(row: Tensor) -> bool:
 
 
 def _attends(row: Tensor) -> bool:
-    """Two heads of four elements over two places of one head, of which one is hidden from each."""
-    q, kv = direct.view_shape(row, [1, 1, 2, 4]), direct.view_shape(row, [1, 2, 1, 4])
-    added = paddle.to_tensor(np.array([[[[0.0, -1e30]], [[-1e30, 0.0]]]], np.float32), place=row.place)
+    """Two heads of eight elements over two places of one head, of which one is hidden from each."""
+    rows = np.concatenate([ROW, ROW[:, ::-1]])
+    hides = np.array([[0.0, -1e30], [-1e30, 0.0]], np.float32)
+    both, added = (paddle.to_tensor(values, place=row.place).astype(row.dtype) for values in (rows, hides))
+    q, kv = direct.view_shape(both, [1, 1, 2, 8]), direct.view_shape(both, [1, 2, 1, 8])
     out = paddle.zeros_like(q)
-    attend_into(out, q, kv, kv, added)
-    return _same(out, ROW.reshape(1, 1, 2, 4))
+    attend_into(out, q, kv, kv, direct.view_shape(added, [1, 2, 1, 2]))
+    return _same(out, rows.reshape(1, 1, 2, 8))
 
 
 TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
@@ -124,11 +133,19 @@ TRIALS: Final[dict[str, Callable[[Tensor], object]]] = {
     "argmax": _finds_the_first,
     "logsumexp": lambda row: direct.logsumexp(row, [-1], True, False),
     "linear": lambda row: direct.linear_v2(row, row, row[0, :1], True),
+    "mixed_product": _mixes,
     "rotate": _rotates,
     "attend": _attends,
 }
 """Operation to what tries it on `ROW`; false where it is there and computes something else."""
-_FOUND: dict[Any, frozenset[str]] = {}
+TRIED: Final[dict[str, tuple[str, ...]]] = {
+    "float32": tuple(name for name in TRIALS if name != "mixed_product"),
+    "bfloat16": ("rms_norm_ext", "add_and_norm", "swiglu", "linear", "mixed_product", "attend"),
+    "float16": ("rms_norm_ext", "add_and_norm", "swiglu", "linear", "mixed_product"),
+}
+"""What is tried in which dtype: in 16 bits, where operations sum in float32 and round once, those whose operands may all be of 16
+bits. float16 has no number that hides a place whatever its score is."""
+_FOUND: dict[Any, frozenset[tuple[str, Any]]] = {}
 
 
 def learn(place: Any) -> None:
@@ -138,26 +155,28 @@ def learn(place: Any) -> None:
     found, row = set(), paddle.to_tensor(ROW[0], place=place).reshape([1, -1])
     allowed = set_fallback(allowed=False)
     try:
-        for name, trial in TRIALS.items():
-            try:
-                differs = trial(row) is False
-            except (RuntimeError, OSError, AttributeError, TypeError, ValueError):  # Paddle 3.2 lacks some by name
-                continue
-            if not differs:
-                found.add(name)
+        for dtype, names in TRIED.items():
+            found |= {(name, getattr(paddle, dtype)) for name in names if name in TRIALS and _passes(TRIALS[name], row, dtype)}
     finally:
         set_fallback(allowed=allowed)
     _FOUND[place] = frozenset(found)
 
 
+def _passes(trial: Callable[[Tensor], object], row: Tensor, dtype: str) -> bool:
+    try:
+        return trial(row.astype(dtype)) is not False
+    except (RuntimeError, OSError, AttributeError, TypeError, ValueError):  # Paddle 3.2 lacks some by name, places a dtype
+        return False
+
+
 def has(operation: str, like: Tensor) -> bool:
-    """Whether the place of `like` has it in its dtype: they were tried in float32."""
-    return like.dtype == paddle.float32 and offers(operation, like.place)
+    """Whether the place of `like` has it in its dtype."""
+    return offers(operation, like.place, like.dtype)
 
 
-def offers(operation: str, place: Any) -> bool:
-    """Whether `place` has it in float32."""
-    return operation in _FOUND.get(place, ())
+def offers(operation: str, place: Any, dtype: Any = paddle.float32) -> bool:
+    """Whether `place` has it in `dtype`."""
+    return (operation, dtype) in _FOUND.get(place, ())
 
 
 def has_norm(like: Tensor) -> bool:

@@ -217,6 +217,30 @@ def and_behind(table: Tensor) -> Tensor:
     return table.and_behind
 
 
+def kept_as(weight: Tensor, dtype: Any) -> Tensor:
+    """A weight in `dtype`; where that is another than it has, a copy that is made once and filled anew with it (`refresh`). Not
+    to be asked for in a step."""
+    if weight.dtype == dtype:
+        return weight
+    copies = weight.__dict__.setdefault("copies", {})
+    if dtype not in copies:
+        copies[dtype] = paddle.empty(weight.shape, dtype)
+        refresh(weight)
+    return copies[dtype]
+
+
+CONVERTED = 1 << 26
+"""Bytes of a weight that are in memory at a time in another dtype than it is kept in."""
+
+
+def refresh(weight: Tensor) -> None:
+    """Fill the copies of a weight in other dtypes with what it holds now."""
+    for copy in weight.__dict__.get("copies", {}).values():
+        rows = max(1, CONVERTED * weight.shape[0] // max(1, copy.size * copy.element_size()))
+        for begin in range(0, weight.shape[0], rows):
+            copy[begin : begin + rows].copy_(weight[begin : begin + rows].astype(copy.dtype), False)
+
+
 def at(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`; a negative index reads row 0, which the caller masks."""
     return take(table, clamp(index))

@@ -21,6 +21,7 @@ from polydraft_paddle.ops import (
     choose,
     constant,
     direct,
+    full,
     multiples,
     number,
     numbers,
@@ -50,7 +51,7 @@ class Places(NamedTuple):
     """The same for attention in one operation, which wants places before heads.
 
     `pieces` [2 * n * C * U] int32: of each place the U pieces of its key, and behind all keys those of its value. `added`
-    [n, H, 1, C] float32: what its scores get, 0 for keys that count and `HIDDEN` for the others."""
+    [n, H, 1, C]: what its scores get, 0 for keys that count and `HIDDEN` for the others."""
 
     begin: int
     end: int
@@ -250,20 +251,20 @@ class RowLayout:
             pieces = direct.add(direct.unsqueeze(places[some], [0, 2]), direct.unsqueeze(cache.pieces, [1, 3]))
             yield Keys(begin, end, direct.reshape(pieces, [-1]), seen, self._hidden(seen))
 
-    def places(self, cache: CacheRows, row_bytes: int, heads: int, reach: int) -> list[Places]:
-        """The same for attention of `heads` heads of q in one operation."""
+    def places(self, cache: CacheRows, row_bytes: int, heads: int, reach: int, dtype: Any) -> list[Places]:
+        """The same for attention of `heads` heads of q in one operation, with what scores get in `dtype`."""
         most = max(1, MOST_GATHERED // (self._table.shape[1] * self._size * row_bytes))
-        key = "whole", most, reach, heads, cache.half, cache.units
+        key = "whole", most, reach, heads, cache.half, cache.units, dtype
         if key not in self._found:
-            self._found[key] = list(self._whole(cache, most, heads, reach))
+            self._found[key] = list(self._whole(cache, most, heads, reach, dtype))
         found: list[Places] = self._found[key]
         return found
 
-    def _whole(self, cache: CacheRows, most: int, heads: int, reach: int) -> Iterator[Places]:
+    def _whole(self, cache: CacheRows, most: int, heads: int, reach: int, dtype: Any) -> Iterator[Places]:
         visible = self._visible(reach)
         places, (rows, context) = choose(visible, self._places(cache.units), cache.zeros), visible.shape
-        hidden = self._hidden(visible)
-        added = direct.where(visible, constant(0.0, hidden), hidden)
+        seen, hidden = (full(visible.shape, value, visible, dtype) for value in (0.0, HIDDEN))
+        added = direct.where(visible, seen, hidden)
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             some = slice(begin, end) if (begin, end) != (0, rows) else slice(None)

@@ -14,7 +14,7 @@ from polydraft.device import Array
 from polydraft.errors import ContractError
 from polydraft_paddle.cache import BEHIND, FRONT, PaddleCache
 from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
-from polydraft_paddle.ops import Tensor
+from polydraft_paddle.ops import Tensor, refresh
 from polydraft_paddle.provider import Kernel, PaddleProvider, refused
 
 PADDLE_DTYPES = {"i32": "int32", "u32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
@@ -35,6 +35,7 @@ class PaddleWeight:
 
     @property
     def nbytes(self) -> int:
+        """Of the weight as it is kept; not of copies in another dtype (`ops.kept_as`)."""
         return _size(self.tensor)
 
 
@@ -74,6 +75,7 @@ class PaddleTable:
                 f"weight update: got shape {value.shape}, wanted {tuple(target.shape)}; load the same architecture"
             )
         self._device.fill(target, value, role)
+        refresh(target)
         return previous
 
     def allocate_cache(self, spec: CacheSpec) -> Cache:

@@ -7,6 +7,8 @@
 namespace polycuda {
 namespace {
 
+constexpr int kAhead = 8;  // elements of a thread that are on their way at a time
+
 // The elements that are folded into one, from where the row begins.
 struct Rows {
   Walk<1> row, element;
@@ -111,7 +113,16 @@ struct ExtremeWork {
   POLY_BOTH void operator()(int64_t row, Team& team) const {
     const T* from = x + rows.start(row);
     auto best = load(from[rows.offset(0)]);
-    for (int64_t i = team.index(); i < rows.length; i += team.size()) best = extreme(best, load(from[rows.offset(i)]));
+    int64_t i = team.index();
+    const int64_t step = team.size(), stride = rows.element.strides[0][0];
+    for (; rows.element.rank == 1 && i + (kAhead - 1) * step < rows.length; i += kAhead * step) {
+      computed<T> values[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) values[j] = load(from[(i + j * step) * stride]);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) best = extreme(best, values[j]);
+    }
+    for (; i < rows.length; i += team.size()) best = extreme(best, load(from[rows.offset(i)]));
     best = team.reduce(best, extreme);
     if (team.index() == 0) out[row] = store<T>(best);
   }
@@ -169,7 +180,16 @@ struct ArgmaxWork {
     const Better better{{true}, false};
     const T* from = x + rows.start(row);
     P best{load(from[rows.offset(0)]), -1};
-    for (int64_t i = team.index(); i < rows.length; i += team.size()) best = better(best, P{load(from[rows.offset(i)]), i});
+    int64_t i = team.index();
+    const int64_t step = team.size(), stride = rows.element.strides[0][0];
+    for (; rows.element.rank == 1 && i + (kAhead - 1) * step < rows.length; i += kAhead * step) {
+      computed<T> values[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) values[j] = load(from[(i + j * step) * stride]);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) best = better(best, P{values[j], i + j * step});
+    }
+    for (; i < rows.length; i += team.size()) best = better(best, P{load(from[rows.offset(i)]), i});
     best = team.reduce(best, better);
     if (team.index() == 0) store_as(out, kind, row, best.place);
   }

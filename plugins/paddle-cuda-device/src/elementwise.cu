@@ -244,11 +244,17 @@ struct FillWork {
   }
 };
 
-template <typename To, typename From>
+// P elements a call.
+template <typename To, typename From, int P>
 struct CastWork {
   To* out;
   const From* x;
-  POLY_BOTH void operator()(int64_t i) const { out[i] = store<To>(load(x[i])); }
+  POLY_BOTH void operator()(int64_t i) const {
+    const Pack<From, P> from = packed<P>(x + i * P);
+    Pack<To, P> to;
+    for (int j = 0; j < P; ++j) to.of[j] = store<To>(load(from.of[j]));
+    *reinterpret_cast<Pack<To, P>*>(out + i * P) = to;
+  }
 };
 
 template <typename T>
@@ -336,7 +342,12 @@ void cast(Queue queue, const View& out, const View& x) {
     for_type(x.kind, [&](auto from) {
       using To = typename decltype(to)::type;
       using From = typename decltype(from)::type;
-      each(queue, out.size(), CastWork<To, From>{as<To>(out), as<From>(x)});
+      constexpr int kPack = 4;
+      if (out.size() % kPack == 0 && is_aligned(out) && is_aligned(x)) {
+        each(queue, out.size() / kPack, CastWork<To, From, kPack>{as<To>(out), as<From>(x)});
+      } else {
+        each(queue, out.size(), CastWork<To, From, 1>{as<To>(out), as<From>(x)});
+      }
     });
   });
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -20,6 +21,7 @@
 #include "paddle/phi/common/scalar.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle/phi/core/enforce.h"
+#include "paddle_device/fused_operations.h"
 #include "paddle_device/graph_memory.h"
 #include "paddle_device/registration.h"
 
@@ -85,6 +87,13 @@ View result(const Context& context, DenseTensor* out) {
   }
   context.Alloc(out, out->dtype());
   return view_of(context, *out);
+}
+
+// Memory for a result that nobody else sees.
+View scratch(const Context& context, DenseTensor& tensor, std::vector<int64_t> dims, phi::DataType dtype) {
+  tensor.Resize(common::make_ddim(dims));
+  tensor.set_type(dtype);
+  return result(context, &tensor);
 }
 
 int64_t distance(const View& view, int64_t elements) { return elements * bytes_of(view.kind); }
@@ -313,10 +322,9 @@ void running_extreme(const Context& context, const DenseTensor& x, int axis, phi
 void argsort(const Context& context, const DenseTensor& x, int axis, bool descending, bool, DenseTensor* out,
              DenseTensor* indices) {
   const View from = view_of(context, x);
-  DenseTensor scratch;
-  scratch.Resize(common::make_ddim({sort_scratch(from, axis)}));
-  scratch.set_type(phi::DataType::INT32);
-  sort(queue_of(context), result(context, out), result(context, indices), from, axis, descending, result(context, &scratch).data);
+  DenseTensor places;
+  const View working = scratch(context, places, {sort_scratch(from, axis)}, phi::DataType::INT32);
+  sort(queue_of(context), result(context, out), result(context, indices), from, axis, descending, working.data);
 }
 
 void searchsorted(const Context& context, const DenseTensor& sorted, const DenseTensor& values, bool, bool right,
@@ -393,14 +401,106 @@ View product_of(const View& out, const View& x, const View& y) {
   return whole;
 }
 
-void matmul(const Context& context, const DenseTensor& x, const DenseTensor& y, bool transpose_x, bool transpose_y,
-            DenseTensor* out) {
+// x of float32 by y of bfloat16, exact in each product: x is three matrices of bfloat16 one below the other, which the library multiplies.
+bool mixed_product(const Context& context, const View& out, const View& x, const View& y) {
+  if (out.rank != 2 || x.strides[1] != 1 || x.strides[0] != x.dims[1] || out.size() == 0 || x.size() == 0) return false;
+  DenseTensor parts, products;
+  const View split_up = scratch(context, parts, {3 * x.dims[0], x.dims[1]}, phi::DataType::BFLOAT16);
+  const View apart = scratch(context, products, {3 * out.dims[0], out.dims[1]}, phi::DataType::FLOAT32);
+  split(queue_of(context), split_up, x);
+  if (!library_product(queue_of(context), apart, split_up, y, nullptr)) return false;
+  join(queue_of(context), out, apart);
+  return true;
+}
+
+void multiply(const Context& context, const DenseTensor& x, const DenseTensor& y, bool transpose_x, bool transpose_y, const View* bias,
+              DenseTensor* out) {
   const View left = matrix(view_of(context, x), transpose_x, true), right = matrix(view_of(context, y), transpose_y, false);
   const View to = product_of(result(context, out), left, right);
   if (to.size() == 0) return;
-  const bool taken = library_product(queue_of(context), to, left, right);
-  if (!taken) product(queue_of(context), to, left, right);
+  const bool taken = is_mixed(left, right) ? bias == nullptr && mixed_product(context, to, left, right)
+                                           : library_product(queue_of(context), to, left, right, bias);
+  if (!taken) product(queue_of(context), to, left, right, bias);
   ++(taken ? library_products : own_products);
+}
+
+void matmul(const Context& context, const DenseTensor& x, const DenseTensor& y, bool transpose_x, bool transpose_y,
+            DenseTensor* out) {
+  multiply(context, x, y, transpose_x, transpose_y, nullptr, out);
+}
+
+// -- fused ----------------------------------------------------------------------------------------
+using MaybeTensor = paddle::optional<DenseTensor>;
+
+// Null where nobody asks for the result.
+std::optional<View> wanted(const Context& context, DenseTensor* out) {
+  if (out == nullptr || !out->meta().valid()) return std::nullopt;
+  return result(context, out);
+}
+const View* maybe(const std::optional<View>& view) { return view ? &*view : nullptr; }
+
+std::optional<View> given(const Context& context, const MaybeTensor& tensor) {
+  if (!tensor) return std::nullopt;
+  return view_of(context, *tensor);
+}
+
+void refuse_unless(bool fine, const char* what) {
+  if (!fine) PADDLE_THROW(common::errors::Unimplemented("The device " PADDLE_DEVICE_TYPE " has %s.", what));
+}
+
+void linear(const Context& context, const DenseTensor& x, const DenseTensor& weight, const DenseTensor& bias, bool transposed,
+            DenseTensor* out) {
+  const View added = view_of(context, bias);
+  multiply(context, x, weight, false, transposed, &added, out);
+}
+
+void swiglu(const Context& context, const DenseTensor& x, const MaybeTensor& y, DenseTensor* out) {
+  const auto up = given(context, y);
+  gated(queue_of(context), result(context, out), view_of(context, x), maybe(up));
+}
+
+void softmax_kernel(const Context& context, const DenseTensor& x, int axis, DenseTensor* out) {
+  const View from = view_of(context, x);
+  refuse_unless(axis == -1 || axis == from.rank - 1, "softmax over the last axis alone");
+  softmax(queue_of(context), result(context, out), from);
+}
+
+void rms_norm(const Context& context, const DenseTensor& x, const DenseTensor& gain, float epsilon, DenseTensor* out,
+              DenseTensor* inverse) {
+  const auto kept = wanted(context, inverse);
+  norm(queue_of(context), result(context, out), nullptr, maybe(kept), view_of(context, x), nullptr, view_of(context, gain), epsilon);
+}
+
+void norm_of_sum(const Context& context, const DenseTensor& x, const MaybeTensor& bias, const MaybeTensor& residual,
+                 const DenseTensor& gain, const MaybeTensor& norm_bias, float epsilon, int, float scale, int, float, float,
+                 DenseTensor* out, DenseTensor* sum, DenseTensor* inverse) {
+  refuse_unless(!bias && !norm_bias && scale <= 0, "norms of sums without a bias or rounding alone");
+  const auto kept = wanted(context, inverse), second = given(context, residual);
+  const auto both = second ? wanted(context, sum) : std::nullopt;
+  refuse_unless(!second || both, "norms of sums that somebody asks for alone");
+  norm(queue_of(context), result(context, out), maybe(both), maybe(kept), view_of(context, x), maybe(second), view_of(context, gain),
+       epsilon);
+}
+
+void rotation(const Context& context, const DenseTensor& q, const MaybeTensor& k, const MaybeTensor& v, const MaybeTensor& sin,
+              const MaybeTensor& cos, const MaybeTensor& positions, bool neighbours, bool time_major, float, DenseTensor* out_q,
+              DenseTensor* out_k, DenseTensor* out_v) {
+  refuse_unless(sin && cos && !positions && !time_major, "rotation by sin and cos of each place, batch first, alone");
+  const View sines = view_of(context, *sin), cosines = view_of(context, *cos);
+  const auto turn = [&](const DenseTensor& x, DenseTensor* out) {
+    rotate(queue_of(context), result(context, out), view_of(context, x), sines, cosines, neighbours);
+  };
+  turn(q, out_q);
+  if (k) turn(*k, out_k);
+  if (v) turn(*v, out_v);
+}
+
+void attention(const Context& context, const DenseTensor& q, const DenseTensor& k, const DenseTensor& v, const MaybeTensor& seed,
+               const MaybeTensor& mask, float dropout, bool causal, bool weights, bool, const std::string&, DenseTensor* out,
+               DenseTensor*, DenseTensor*, DenseTensor*) {
+  refuse_unless(!seed && dropout == 0 && !causal && !weights, "attention without dropout, causality and weights alone");
+  const auto added = given(context, mask);
+  attend(queue_of(context), result(context, out), view_of(context, q), view_of(context, k), view_of(context, v), maybe(added));
 }
 
 // -- the list -------------------------------------------------------------------------------------
@@ -438,6 +538,19 @@ struct Kernel {
       if (on_cpu == nullptr) continue;
       known::register_kernel(PADDLE_DEVICE_TYPE, Operation::name, dtype, *on_cpu, like,
                              reinterpret_cast<void*>(&Guarded<Function, kLaunch>::launch));
+    }
+  }
+};
+
+// An operation that Paddle's CPU has no kernel of.
+template <typename Operation, typename known::Launch<typename Operation::Signature>::Function kLaunch>
+struct NewKernel {
+  using Of = Operation;
+  static void add() {
+    using Function = typename known::Launch<typename Operation::Signature>::Function;
+    for (const auto dtype : {phi::DataType::FLOAT32, phi::DataType::BFLOAT16}) {
+      known::register_new_kernel<typename Operation::Signature>(PADDLE_DEVICE_TYPE, Operation::name, dtype,
+                                                                reinterpret_cast<void*>(&Guarded<Function, kLaunch>::launch));
     }
   }
 };
@@ -483,6 +596,21 @@ using Kernels = std::tuple<
     Kernel<known::operation_sum, sum>, Kernel<known::operation_take_along_axis, take_along_axis>,
     Kernel<known::operation_transpose, transpose>, Kernel<known::operation_where, where>>;
 
+using FusedKernels = std::tuple<
+    Kernel<known::operation_softmax, softmax_kernel>, Kernel<known::operation_swiglu, swiglu>
+#if PADDLE_DEVICE_GRAPHS
+    ,
+    Kernel<known::operation_fused_rms_norm_quant, norm_of_sum>, Kernel<known::operation_linear_v2, linear>,
+    NewKernel<known::operation_fused_rms_norm_ext, rms_norm>,
+    NewKernel<known::operation_fused_rotary_position_embedding, rotation>, NewKernel<known::operation_flash_attn, attention>
+#endif
+    >;
+
+template <typename... K>
+void add_fused(std::tuple<K...>*) {
+  (K::add(), ...);
+}
+
 template <typename... K>
 void add_all(std::tuple<K...>*) {
   static_assert(std::is_same<std::tuple<typename K::Of...>, known::AllOperations>::value, "a kernel an operation, in order");
@@ -492,4 +620,7 @@ void add_all(std::tuple<K...>*) {
 }  // namespace
 }  // namespace polycuda
 
-void paddle_device::register_kernels() { polycuda::add_all(static_cast<polycuda::Kernels*>(nullptr)); }
+void paddle_device::register_kernels() {
+  polycuda::add_all(static_cast<polycuda::Kernels*>(nullptr));
+  polycuda::add_fused(static_cast<polycuda::FusedKernels*>(nullptr));
+}

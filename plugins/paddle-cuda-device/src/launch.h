@@ -23,21 +23,42 @@ struct Team {
   unsigned char* scratch;
 
   __device__ int index() const { return threadIdx.x; }
-  __device__ int size() const { return kThreads; }
+  static constexpr __host__ __device__ int size() { return kThreads; }
   __device__ void wait() const { __syncthreads(); }
+
+  // A float for each thread, for all to see behind a `wait`; other calls leave them alone.
+  __device__ float* floats() const { return reinterpret_cast<float*>(scratch + kThreads * 16); }
+
+  // 16 bytes for each thread, which other calls overwrite.
+  template <typename T>
+  __device__ T* everybodys() const {
+    static_assert(sizeof(T) <= 16, "there is no room for more");
+    return reinterpret_cast<T*>(scratch);
+  }
 
   // `combine` over everybody's `x`, in the order of the threads; everybody gets it.
   template <typename T, typename F>
   __device__ T reduce(T x, F combine) {
+    constexpr int kWarps = kThreads / 32;
     T* shared = reinterpret_cast<T*>(scratch);
+    for (int step = 1; step < 32; step *= 2) x = combine(x, of_lane(x, step));  // of the lanes from this one on
     __syncthreads();
-    shared[threadIdx.x] = x;
-    for (int step = 1; step < kThreads; step *= 2) {
-      __syncthreads();
-      if (threadIdx.x % (2 * step) == 0) shared[threadIdx.x] = combine(shared[threadIdx.x], shared[threadIdx.x + step]);
-    }
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
     __syncthreads();
-    return shared[0];
+    x = shared[0];
+    for (int warp = 1; warp < kWarps; ++warp) x = combine(x, shared[warp]);
+    return x;
+  }
+
+  // What the lane that is `step` further on has.
+  template <typename T>
+  static __device__ T of_lane(const T& x, int step) {
+    uint32_t words[(sizeof(T) + 3) / 4] = {};
+    memcpy(words, &x, sizeof x);
+    for (uint32_t& word : words) word = __shfl_down_sync(~0u, word, step);
+    T other;
+    memcpy(&other, words, sizeof other);
+    return other;
   }
 
   // `combine` over the `x` of all threads up to this one; `total` gets that of all.
@@ -67,7 +88,7 @@ __global__ void each_kernel(F work, int64_t count) {
 
 template <typename F>
 __global__ void team_kernel(F work, int64_t rows) {
-  __shared__ alignas(16) unsigned char scratch[kThreads * 16];
+  __shared__ alignas(16) unsigned char scratch[kThreads * (16 + sizeof(float))];
   Team team{scratch};
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) work(row, team);
 }
@@ -103,9 +124,15 @@ void teams(void* queue, int64_t rows, const F& work) {
 namespace polycuda {
 
 struct Team {
+  float one;
   int index() const { return 0; }
-  int size() const { return 1; }
+  static constexpr int size() { return 1; }
   void wait() const {}
+  float* floats() { return &one; }
+  template <typename T>
+  T* everybodys() {
+    return nullptr;  // of one there are no others
+  }
   template <typename T, typename F>
   T reduce(T x, F) {
     return x;

@@ -22,8 +22,9 @@ std::shared_ptr<void> graph_memory(Queue queue, size_t bytes);
 // Bytes of device memory that captured work was ever given; none of it goes back before the process ends.
 int64_t graph_bytes();
 
-// Queue a product by the vendor's library; false where there is none, or it does not take these operands.
-bool library_product(Queue queue, const View& out, const View& x, const View& y);
+// Queue a product, as `product`, by the vendor's library; false where there is none, or it does not take these operands. `out` may
+// be of float32 where x and y are of bfloat16.
+bool library_product(Queue queue, const View& out, const View& x, const View& y, const View* bias);
 
 // Products that were queued: by the library, and by the device's own kernel.
 extern std::atomic<int64_t> library_products, own_products;

@@ -19,10 +19,26 @@ struct GatherWork {
   const T* x;
   const I* index;
   POLY_BOTH void operator()(int64_t i) const {
-    const int64_t column = i % inner, rest = i / inner;
-    out[i] = x[(rest / count * size + wrapped(index[rest % count], size)) * inner + column];
+    if (i >> 31 == 0 && count >> 31 == 0 && inner >> 31 == 0) {  // divisions of 32 bits are much cheaper on a GPU
+      pick(static_cast<uint32_t>(i), static_cast<uint32_t>(count), static_cast<uint32_t>(inner));
+    } else {
+      pick(i, count, inner);
+    }
+  }
+  template <typename N>
+  POLY_BOTH void pick(N i, N of, N behind) const {
+    const N rest = i / behind, column = i - rest * behind, outer = rest / of;
+    out[i] = x[(static_cast<int64_t>(outer) * size + wrapped(index[rest - outer * of], size)) * inner + column];
   }
 };
+
+// Elements that are moved at once, where rows of `inner` of them lie at multiples of 16 bytes.
+template <typename T>
+constexpr int64_t kTogether = 16 / sizeof(T);
+template <typename T>
+bool moves_together(int64_t inner, const View& out, const View& x) {
+  return inner % kTogether<T> == 0 && is_aligned(out) && is_aligned(x);
+}
 
 template <typename T, typename I>
 struct TakeWork {
@@ -97,19 +113,21 @@ struct ScatterAddWork {
   }
 };
 
-template <typename T>
+template <typename T, typename Y>
 struct ProductWork {
   Walk<2> batch;
   int64_t rows, columns, depth, x_row, x_column, y_row, y_column;
   T* out;
-  const T *x, *y;
+  const T* x;
+  const Y* y;
+  const T* bias;  // [columns], may be null
   POLY_BOTH void operator()(int64_t i) const {
     const int64_t column = i % columns, rest = i / columns;
     int64_t at[2];
     batch.at(rest / rows, at);
     const T* left = x + at[0] + rest % rows * x_row;
-    const T* right = y + at[1] + column * y_column;
-    summed<T> sum = 0;
+    const Y* right = y + at[1] + column * y_column;
+    summed<T> sum = bias == nullptr ? summed<T>(0) : static_cast<summed<T>>(load(bias[column]));
     for (int64_t k = 0; k < depth; ++k) {
       sum += static_cast<summed<T>>(load(left[k * x_column])) * static_cast<summed<T>>(load(right[k * y_row]));
     }
@@ -131,8 +149,14 @@ void gather(Queue queue, const View& out, const View& x, const View& index, int 
     for_index(index.kind, [&](auto word) {
       using T = typename decltype(element)::type;
       using I = typename decltype(word)::type;
-      each(queue, out.size(),
-           GatherWork<T, I>{index.size(), x.dims[axis], behind(x, axis), as<T>(out), as<T>(x), as<I>(index)});
+      const int64_t inner = behind(x, axis);
+      if (moves_together<T>(inner, out, x)) {
+        using P = Pack<T, kTogether<T>>;
+        each(queue, out.size() / kTogether<T>,
+             GatherWork<P, I>{index.size(), x.dims[axis], inner / kTogether<T>, as<P>(out), as<P>(x), as<I>(index)});
+      } else {
+        each(queue, out.size(), GatherWork<T, I>{index.size(), x.dims[axis], inner, as<T>(out), as<T>(x), as<I>(index)});
+      }
     });
   });
 }
@@ -197,16 +221,20 @@ void scatter(Queue queue, const View& out, const View& index, const View& update
   });
 }
 
-void product(Queue queue, const View& out, const View& x, const View& y) {
+void product(Queue queue, const View& out, const View& x, const View& y, const View* bias) {
   Walk<2> batch;
   for (int d = 0; d < out.rank - 2; ++d) batch.add(out.dims[d], {stride_in(x, d, out.rank), stride_in(y, d, out.rank)});
   const int last = out.rank - 1;
-  for_type(out.kind, [&](auto element) {
+  const auto launch = [&](auto element, auto second) {
     using T = typename decltype(element)::type;
+    using Y = typename decltype(second)::type;
     each(queue, out.size(),
-         ProductWork<T>{batch, out.dims[last - 1], out.dims[last], x.dims[x.rank - 1], x.strides[x.rank - 2],
-                        x.strides[x.rank - 1], y.strides[y.rank - 2], y.strides[y.rank - 1], as<T>(out), as<T>(x), as<T>(y)});
-  });
+         ProductWork<T, Y>{batch, out.dims[last - 1], out.dims[last], x.dims[x.rank - 1], x.strides[x.rank - 2],
+                           x.strides[x.rank - 1], y.strides[y.rank - 2], y.strides[y.rank - 1], as<T>(out), as<T>(x), as<Y>(y),
+                           bias == nullptr ? nullptr : as<T>(*bias)});
+  };
+  if (is_mixed(x, y)) return launch(Type<float>(), Type<bf16>());
+  for_type(out.kind, [&](auto element) { launch(element, element); });
 }
 
 }  // namespace polycuda

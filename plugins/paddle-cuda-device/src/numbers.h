@@ -99,4 +99,14 @@ POLY_BOTH T store(C x) {
   }
 }
 
+// N elements that are read or written at once, from a multiple of their size on.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Pack {
+  T of[N];
+};
+template <int N, typename T>
+POLY_BOTH Pack<T, N> packed(const T* from) {
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
 }  // namespace polycuda

@@ -57,7 +57,28 @@ void take_along(Queue queue, const View& out, const View& x, const View& index, 
 void put_along(Queue queue, const View& out, const View& index, const View& value, int axis, bool add);
 void scatter(Queue queue, const View& out, const View& index, const View& updates, bool overwrite);
 
-// -- products: out [.., M, N] of x [.., M, K] and y [.., K, N], whose strides may say that they are transposed ----
-void product(Queue queue, const View& out, const View& x, const View& y);
+// -- fused: in float32 and bfloat16, over contiguous memory ----------------------------------------
+constexpr int kLargestHead = 256;  // elements
+
+// The RMSNorm of rows as long as `gain`. With `y` that of x + y, which goes to `sum`, and may lie where an addend does. `inverse`, float32
+// [rows], gets what the rows were multiplied with.
+void norm(Queue queue, const View& out, const View* sum, const View* inverse, const View& x, const View* y, const View& gain, double eps);
+// silu(gate) * up; without `up` both are halves of the rows of `gate`.
+void gated(Queue queue, const View& out, const View& gate, const View* up);
+// Heads x [batch, length, heads, size] by sin and cos [1, length, 1, size].
+void rotate(Queue queue, const View& out, const View& x, const View& sin, const View& cos, bool neighbours);
+void softmax(Queue queue, const View& out, const View& x);  // over the last axis
+// Softmax attention of q [batch, rows, heads, size] over k and v [batch, places, heads of k, size], whose scores are size ** -0.5 times
+// the products plus `added` [batch, heads, rows, places], of any strides. Throws for heads that are too large.
+void attend(Queue queue, const View& out, const View& q, const View& k, const View& v, const View* added);
+
+// Parts [3, ..] of bfloat16 whose sum is `x`, float32; and the sum of three, float32, from the last to the first.
+void split(Queue queue, const View& parts, const View& x);
+void join(Queue queue, const View& out, const View& parts);
+
+// -- products: out [.., M, N] of x [.., M, K] and y [.., K, N], whose strides may say that they are transposed, plus `bias` [N] or null
+// All are of one type, or y is of bfloat16 and the others of float32.
+inline bool is_mixed(const View& x, const View& y) { return x.kind == Kind::f32 && y.kind == Kind::bf16; }
+void product(Queue queue, const View& out, const View& x, const View& y, const View* bias);
 
 }  // namespace polycuda

@@ -20,7 +20,10 @@ namespace {
 
 constexpr size_t kScratch = size_t{32} << 20;
 constexpr int kCompute32 = 68, kCompute64 = 70;
-enum Attribute { kBatchCount = 5, kBatchStride = 6, kTransposeA = 3, kTransposeB = 4, kMaxScratch = 1, kAlignment = 5 };
+enum Attribute {
+  kBatchCount = 5, kBatchStride = 6, kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBias = 8, kMaxScratch = 1, kAlignment = 5
+};
+constexpr uint32_t kAddBias = 4;  // to each row of what the library computes, which is a column of ours
 
 struct Choice {  // cublasLtMatmulHeuristicResult_t
   uint64_t algorithm[8];
@@ -124,15 +127,16 @@ struct Plan {
 };
 
 struct Problem {
-  int device_type;  // the library's number of the element type
+  int device_type, out_type;  // the library's numbers of the element types
   int compute;
   int batches;
   Operand left, right, out;
+  bool biased;
 };
 
-void* matrix_of(const Library& lib, const Problem& problem, const Operand& operand) {
+void* matrix_of(const Library& lib, const Problem& problem, const Operand& operand, int type) {
   void* made = nullptr;
-  if (lib.describe_matrix(&made, problem.device_type, operand.rows, operand.columns, operand.leading) != 0) return nullptr;
+  if (lib.describe_matrix(&made, type, operand.rows, operand.columns, operand.leading) != 0) return nullptr;
   lib.set_matrix(made, kBatchCount, &problem.batches, sizeof problem.batches);
   lib.set_matrix(made, kBatchStride, &operand.batch_stride, sizeof operand.batch_stride);
   return made;
@@ -145,9 +149,10 @@ Plan plan_of(const Library& lib, void* handle, const Problem& problem) {
   const int left = problem.left.transposed, right = problem.right.transposed;
   lib.set_product(plan.product, kTransposeA, &left, sizeof left);
   lib.set_product(plan.product, kTransposeB, &right, sizeof right);
-  plan.left = matrix_of(lib, problem, problem.left);
-  plan.right = matrix_of(lib, problem, problem.right);
-  plan.out = matrix_of(lib, problem, problem.out);
+  if (problem.biased) lib.set_product(plan.product, kEpilogue, &kAddBias, sizeof kAddBias);
+  plan.left = matrix_of(lib, problem, problem.left, problem.device_type);
+  plan.right = matrix_of(lib, problem, problem.right, problem.device_type);
+  plan.out = matrix_of(lib, problem, problem.out, problem.out_type);
   void* preference = nullptr;
   if (plan.left == nullptr || plan.right == nullptr || plan.out == nullptr || lib.make_preference(&preference) != 0) return plan;
   const uint64_t scratch = kScratch;
@@ -165,7 +170,7 @@ Plan plan_of(const Library& lib, void* handle, const Problem& problem) {
 std::string key_of(const Problem& problem) {
   std::string key;
   const auto add = [&key](int64_t value) { key += std::to_string(value) + ','; };
-  for (const int value : {problem.device_type, problem.batches}) add(value);
+  for (const int value : {problem.device_type, problem.out_type, problem.batches, int{problem.biased}}) add(value);
   for (const Operand* operand : {&problem.left, &problem.right, &problem.out}) {
     add(static_cast<int64_t>(operand->rows));
     add(static_cast<int64_t>(operand->columns));
@@ -200,21 +205,13 @@ CUdeviceptr scratch_of(CUstream stream) {
 
 }  // namespace
 
-bool library_product(Queue queue, const View& out, const View& x, const View& y) {
+bool library_product(Queue queue, const View& out, const View& x, const View& y, const View* bias) {
   Problem problem{};
-  switch (out.kind) {
-    case Kind::f32:
-      problem.device_type = 0, problem.compute = kCompute32;
-      break;
-    case Kind::f64:
-      problem.device_type = 1, problem.compute = kCompute64;
-      break;
-    case Kind::bf16:
-      problem.device_type = 14, problem.compute = kCompute32;
-      break;
-    default:
-      return false;
-  }
+  problem.biased = bias != nullptr;
+  const auto number = [](Kind kind) { return kind == Kind::f32 ? 0 : kind == Kind::f64 ? 1 : kind == Kind::bf16 ? 14 : -1; };
+  problem.device_type = number(x.kind), problem.out_type = number(out.kind);
+  problem.compute = x.kind == Kind::f64 ? kCompute64 : kCompute32;
+  if (problem.device_type < 0 || x.kind != y.kind) return false;
   if (!library().there || x.dims[x.rank - 1] == 0) return false;
   Walk<3> batch;
   for (int d = 0; d < out.rank - 2; ++d) {
@@ -238,6 +235,7 @@ bool library_product(Queue queue, const View& out, const View& x, const View& y)
   const auto stream = static_cast<CUstream>(queue);
   const CUdeviceptr scratch = scratch_of(stream);
   if (!plan.usable || (scratch == 0 && plan.choice.scratch > 0)) return false;
+  if (bias != nullptr) lib.set_product(plan.product, kBias, &bias->data, sizeof bias->data);
   const double one64 = 1, zero64 = 0;
   const float one32 = 1, zero32 = 0;
   const bool wide = problem.compute == kCompute64;

@@ -32,6 +32,10 @@ struct Walk {
   }
 
   POLY_BOTH void at(int64_t i, int64_t (&offsets)[N]) const {
+    if (rank == 1) {  // as where all operands lie in one piece
+      for (int n = 0; n < N; ++n) offsets[n] = i * strides[n][0];
+      return;
+    }
     for (int n = 0; n < N; ++n) offsets[n] = 0;
     if (i >> 31 == 0) {  // divisions of 32 bits are much cheaper on a GPU
       uint32_t rest = static_cast<uint32_t>(i);
@@ -119,6 +123,8 @@ template <typename T>
 T* as(const View& view) {
   return static_cast<T*>(view.data);
 }
+
+inline bool is_aligned(const View& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
 
 inline int axis_of(int axis, int rank) { return axis < 0 ? axis + rank : axis; }
 

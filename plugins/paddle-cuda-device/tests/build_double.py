@@ -18,7 +18,7 @@ PLUGINS = HERE.parent.parent
 sys.path.insert(0, str(PLUGINS / "paddle-device-skeleton"))
 from build_device import COMPILE, INCLUDE, has_graphs, paddle  # noqa: E402  beside the plugin: what devices share
 
-SOURCES = ("runtime.cc", "driver.cc", "graph_memory.cc", "kernels.cc", "elementwise.cu", "along.cu", "moves.cu")
+SOURCES = ("runtime.cc", "driver.cc", "graph_memory.cc", "kernels.cc", "elementwise.cu", "along.cu", "moves.cu", "fused.cu")
 
 
 def cuda_headers():

@@ -2,4 +2,4 @@
 
 #include "memory.h"
 
-bool polycuda::library_product(Queue, const View&, const View&, const View&) { return false; }
+bool polycuda::library_product(Queue, const View&, const View&, const View&, const View*) { return false; }

@@ -1,5 +1,5 @@
-// Fused operations that chips have kernels of and Paddle's CPU has none: with the signatures of Paddle's own headers (phi/kernels), in
-// float32, straight from what their documents say. Products round their factors as the device's other products do (differences.h).
+// Fused operations that chips have kernels of and Paddle's CPU has none (paddle_device/fused_operations.h), in float32, straight from
+// what their documents say. Products round their factors as the device's other products do (differences.h).
 //
 // Only what a chip's backend in Paddle's public source registers is here: a kernel that no chip has would prove nothing.
 
@@ -17,24 +17,21 @@
 #include "differences.h"
 #include "paddle/phi/backends/cpu/cpu_context.h"
 #include "paddle/phi/core/dense_tensor.h"
+#include "paddle_device/fused_operations.h"
 
 namespace polyemu {
 
-using MaybeTensor = paddle::optional<DenseTensor>;
+using paddle_device::MaybeTensor;
 
-// The norm of GPU and XPU: y = x * rsqrt(mean(x * x) + epsilon) * scale over the last axis.
-struct operation_fused_rms_norm_ext {
-  static constexpr const char* name = "fused_rms_norm_ext";
+struct operation_fused_rms_norm_ext : paddle_device::operation_fused_rms_norm_ext {
   static void compute(const CPUContext&, const DenseTensor& x, const DenseTensor& scale, float epsilon, DenseTensor* y,
                       DenseTensor* inverse) {
-    norm_rows(x.data<float>(), x.numel(), scale, epsilon, y->data<float>(), inverse == nullptr ? nullptr : inverse->data<float>());
+    auto* kept = inverse == nullptr ? nullptr : cpu().Alloc<float>(inverse);
+    norm_rows(x.data<float>(), x.numel(), scale, epsilon, cpu().Alloc<float>(y), kept);
   }
 };
 
-// Rotation by position of heads [batch, length, heads, size], by `sin` and `cos` [1, length, 1, size]: of pairs of neighbours
-// (`neox` in Paddle's words), or of the two halves of a head.
-struct operation_fused_rotary_position_embedding {
-  static constexpr const char* name = "fused_rotary_position_embedding";
+struct operation_fused_rotary_position_embedding : paddle_device::operation_fused_rotary_position_embedding {
   static void compute(const CPUContext&, const DenseTensor& q, const MaybeTensor& k, const MaybeTensor& v, const MaybeTensor& sin,
                       const MaybeTensor& cos, const MaybeTensor& position_ids, bool neox, bool time_major, float, DenseTensor* out_q,
                       DenseTensor* out_k, DenseTensor* out_v) {
@@ -49,7 +46,7 @@ struct operation_fused_rotary_position_embedding {
   static void rotate(const DenseTensor& x, const DenseTensor& sin, const DenseTensor& cos, bool neox, DenseTensor* out) {
     const int64_t length = x.dims()[1], heads = x.dims()[2], size = x.dims()[3], rows = size == 0 ? 0 : x.numel() / size;
     const auto* from = x.data<float>();
-    auto* to = out->data<float>();
+    auto* to = cpu().Alloc<float>(out);
     for (int64_t r = 0; r < rows; ++r, from += size, to += size) {
       const int64_t place = (r / heads) % length;
       const auto *s = sin.data<float>() + place * size, *c = cos.data<float>() + place * size;
@@ -63,10 +60,7 @@ struct operation_fused_rotary_position_embedding {
   }
 };
 
-// Softmax attention of q [batch, rows, heads, size] over k and v [batch, places, heads of k, size], with `attn_mask` [batch, heads,
-// rows, places] added to the scores.
-struct operation_flash_attn {
-  static constexpr const char* name = "flash_attn";
+struct operation_flash_attn : paddle_device::operation_flash_attn {
   static void compute(const CPUContext&, const DenseTensor& query, const DenseTensor& key, const DenseTensor& value,
                       const MaybeTensor& seed, const MaybeTensor& mask, float dropout, bool causal, bool return_softmax, bool,
                       const std::string&, DenseTensor* out, DenseTensor*, DenseTensor*, DenseTensor*) {
@@ -80,7 +74,7 @@ struct operation_flash_attn {
     const float scale = 1.0f / std::sqrt(static_cast<float>(size));
     DenseTensor weights;
     weights.Resize({places});
-    auto* weight = cpu().Alloc<float>(&weights);
+    auto *weight = cpu().Alloc<float>(&weights), *all = cpu().Alloc<float>(out);
     for (int64_t each = 0; each < batch * heads * rows; ++each) {
       const int64_t b = each / (heads * rows), h = each / rows % heads, r = each % rows;
       const auto* one = q.data<float>() + ((b * rows + r) * heads + h) * size;
@@ -98,7 +92,7 @@ struct operation_flash_attn {
       float total = 0.0f;
       for (int64_t c = 0; c < places; ++c) total += weight[c] = std::exp(weight[c] - top);
       const auto rounded = factor(weights);
-      auto* to = out->data<float>() + ((b * rows + r) * heads + h) * size;
+      auto* to = all + ((b * rows + r) * heads + h) * size;
       std::fill(to, to + size, 0.0f);
       for (int64_t c = 0; c < places; ++c) {
         const auto* other = of(v, c);

@@ -117,10 +117,11 @@ struct Computed<NormOfSum, float> {
     }
     const auto* from = x.data<float>();
     if (residual) {
-      std::transform(from, from + x.numel(), residual->data<float>(), sum->data<float>(), [](float a, float b) { return a + b; });
-      from = sum->data<float>();
+      auto* both = cpu().Alloc<float>(sum);
+      std::transform(from, from + x.numel(), residual->data<float>(), both, [](float a, float b) { return a + b; });
+      from = both;
     }
-    norm_rows(from, x.numel(), weight, epsilon, out->data<float>(), inverse == nullptr ? nullptr : inverse->data<float>());
+    norm_rows(from, x.numel(), weight, epsilon, cpu().Alloc<float>(out), inverse == nullptr ? nullptr : cpu().Alloc<float>(inverse));
   }
 };
 

@@ -11,24 +11,19 @@
 #include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/index_put_kernel.h"
 #include "paddle/phi/kernels/index_sample_kernel.h"
-#if PADDLE_DEVICE_GRAPHS
-#include "paddle/phi/kernels/linear_v2_kernel.h"
-#endif
 #include "paddle/phi/kernels/log_softmax_kernel.h"
 #include "paddle/phi/kernels/logical_kernel.h"
 #include "paddle/phi/kernels/logsumexp_kernel.h"
 #include "paddle/phi/kernels/norm_kernel.h"
 #include "paddle/phi/kernels/one_hot_kernel.h"
 #include "paddle/phi/kernels/prod_kernel.h"
-#include "paddle/phi/kernels/rms_norm_kernel.h"
 #include "paddle/phi/kernels/roll_kernel.h"
 #include "paddle/phi/kernels/scatter_nd_add_kernel.h"
 #include "paddle/phi/kernels/sign_kernel.h"
-#include "paddle/phi/kernels/softmax_kernel.h"
-#include "paddle/phi/kernels/swiglu_kernel.h"
 #include "paddle/phi/kernels/tile_kernel.h"
 #include "paddle/phi/kernels/top_k_kernel.h"
 #include "paddle/phi/kernels/tril_triu_kernel.h"
+#include "paddle_device/fused_operations.h"
 #include "paddle_device/operations.h"
 
 namespace polyemu {
@@ -59,20 +54,20 @@ PADDLE_DEVICE_OPERATION(scatter_nd_add, ScatterNdAddKernel)
 PADDLE_DEVICE_OPERATION(sigmoid, SigmoidKernel)
 PADDLE_DEVICE_OPERATION(sign, SignKernel)
 PADDLE_DEVICE_OPERATION(sin, SinKernel)
-PADDLE_DEVICE_OPERATION(softmax, SoftmaxKernel)
 PADDLE_DEVICE_OPERATION(sqrt, SqrtKernel)
 PADDLE_DEVICE_OPERATION(square, SquareKernel)
-PADDLE_DEVICE_OPERATION(swiglu, SwiGLUKernel)
 PADDLE_DEVICE_OPERATION(tanh, TanhKernel)
 PADDLE_DEVICE_OPERATION(tile, TileKernel)
 PADDLE_DEVICE_OPERATION(topk, TopkKernel)
 PADDLE_DEVICE_OPERATION(tril, TrilKernel)
 PADDLE_DEVICE_OPERATION(triu, TriuKernel)
 
-#if PADDLE_DEVICE_GRAPHS  // Paddle 3.3, which calls the norm otherwise than 3.2, and has the product with a bias
-PADDLE_DEVICE_OPERATION(fused_rms_norm_quant, RmsNormQuantKernel)
-PADDLE_DEVICE_OPERATION(linear_v2, LinearV2Kernel)
-using NormOfSum = operation_fused_rms_norm_quant;
+using paddle_device::operation_softmax;
+using paddle_device::operation_swiglu;
+
+#if PADDLE_DEVICE_GRAPHS
+using paddle_device::operation_linear_v2;
+using NormOfSum = paddle_device::operation_fused_rms_norm_quant;
 using FusedOperations = std::tuple<NormOfSum, operation_linear_v2>;
 #else
 PADDLE_DEVICE_OPERATION(rms_norm, RmsNormKernel)

@@ -214,14 +214,14 @@ template <typename Element>
 void launch_attention(const CustomContext& context, const DenseTensor& q, const DenseTensor& k, const DenseTensor& v,
                       const MaybeTensor& seed, const MaybeTensor& mask, float dropout, bool causal, bool return_softmax, bool is_test,
                       const std::string& generator, DenseTensor* out, DenseTensor*, DenseTensor*, DenseTensor*) {
-  DeviceKernel<operation_flash_attn, Element, decltype(&operation_flash_attn::compute)>::launch(
+  DeviceKernel<operation_flash_attn, Element, operation_flash_attn::Signature>::launch(
       context, q, k, v, seed, mask, dropout, causal, return_softmax, is_test, generator, out, nullptr, nullptr, nullptr);
 }
 
 // An operation that the CPU has no kernel of (chip_operations.h): `compute`, for float32.
 template <typename Operation, typename Element>
 void register_chip_one(phi::DataType dtype) {
-  using Signature = decltype(&Operation::compute);
+  using Signature = typename Operation::Signature;
   using Device = DeviceKernel<Operation, Element, Signature>;
   Device::on_cpu = &Operation::compute;
   Device::in_float = is_half<Element>;

@@ -30,6 +30,7 @@ from polydraft_paddle.ops import (
     in_place,
     into,
     into_as,
+    kept_as,
     part,
     put,
     take,
@@ -90,32 +91,38 @@ def _unit_and_gain(x: Tensor, gain: Tensor, eps: float, plus_one: bool) -> tuple
 def rms_norm(a: Any, limits: Limits) -> Run:
     """RMSNorm."""
     del limits
-    straight = a.out.dtype == paddle.float32 and fused.has_norm_into(a.x)
+    straight = _in_one_dtype(a) and fused.has_norm_into(a.x)
     inverse = paddle.empty([a.out.shape[0]], "float32") if straight else None
 
     def run(n: int) -> None:
         if not n:
             return
-        x, gain = as_float(part(a.x, 0, n)), _gain(a)
         if straight:
-            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), x, gain, a.eps)
-        elif fused.has_norm(x):
-            put(part(a.out, 0, n), fused.rms_norm(x, gain, a.eps))
+            fused.rms_norm_into(part(a.out, 0, n), part(inverse, 0, n), part(a.x, 0, n), _gain(a), a.eps)
+            return
+        x = as_float(part(a.x, 0, n))
+        if fused.has_norm(x):
+            put(part(a.out, 0, n), fused.rms_norm(x, as_float(_gain(a)), a.eps))
         else:
             into_as(a.out, n, paddle.float32, direct.multiply, *_unit_and_gain(x, as_float(a.weight), a.eps, a.plus_one))
 
     return run
 
 
+def _in_one_dtype(a: Any) -> bool:
+    """Whether rows, factors and result of the norm are of one dtype, without a sum that would be rounded among the factors."""
+    return bool(a.out.dtype == a.x.dtype == _gain(a).dtype)
+
+
 def _gain(a: Any) -> Tensor:
-    """The factors of the norm's elements, float32."""
-    return as_float(a.weight) + 1.0 if a.plus_one else as_float(a.weight)
+    """The factors of the norm's elements, as they are kept, or their sum with 1 in float32."""
+    return as_float(a.weight) + 1.0 if a.plus_one else a.weight
 
 
 def add_and_norm(a: Any, limits: Limits) -> Run:
     """Composite `residual_add+rms_norm`."""
     add, norm = a.parts
-    if norm.out.dtype != paddle.float32 or not fused.has("add_and_norm", add.x):
+    if not (_in_one_dtype(norm) and add.y.dtype == add.x.dtype and fused.has("add_and_norm", add.x)):
         normalize = rms_norm(norm, limits)
 
         def one_by_one(n: int) -> None:
@@ -139,19 +146,26 @@ def residual_add(a: Any, n: int) -> None:
     in_place(direct.add_, part(a.x, 0, n), part(a.y, 0, n))
 
 
-def linear(a: Any, n: int) -> None:
+def linear(a: Any, limits: Limits) -> Run:
     """x @ W.T + b, in the wider of the dtypes of x and the result: sums are rounded once."""
+    del limits
     wide = a.out.dtype  # logits are float32 whatever the activations are
-    x, weight = (t if t.dtype == wide else direct.cast(t, wide) for t in (part(a.x, 0, n), a.weight))
-    if a.bias is None:
+    mixed = a.weight.dtype != wide and fused.has("mixed_product", a.weight)
+    weight, bias = a.weight if mixed else kept_as(a.weight, wide), None if a.bias is None else kept_as(a.bias, wide)
+
+    def run(n: int) -> None:
+        if not n:
+            return
+        x = part(a.x, 0, n)
+        x = x if x.dtype == wide else direct.cast(x, wide)
+        if bias is not None and not mixed and fused.has("linear", x):
+            into(a.out, n, direct.linear_v2, x, weight, bias, True)
+            return
         into(a.out, n, direct.matmul, x, weight, False, True)
-        return
-    bias = a.bias if a.bias.dtype == wide else direct.cast(a.bias, wide)
-    if fused.has("linear", x):
-        into(a.out, n, direct.linear_v2, x, weight, bias, True)
-    else:
-        into(a.out, n, direct.matmul, x, weight, False, True)
-        in_place(direct.add_, part(a.out, 0, n), bias)
+        if bias is not None:
+            in_place(direct.add_, part(a.out, 0, n), bias)
+
+    return run
 
 
 def rope_tables(a: Any, max_len: int) -> tuple[Tensor, Tensor]:
@@ -249,8 +263,9 @@ def turn_whole(a: Any, limits: Limits) -> Run:
     angles, (rows, width) = angles_of(a, limits.max_len), a.qkv.shape
     per_row = width // dim
     shape = rows * per_row + heads, dim
-    turned = paddle.zeros(shape, "float32") if a.meta is None else a.meta.zeros(*shape)
-    queries, spread = direct.view_shape(a.q_out, [-1, dim]), a.cache.spread(heads)
+    made = partial(paddle.zeros, shape) if a.meta is None else partial(a.meta.zeros, shape)
+    turned, queries, spread = made("float32"), direct.view_shape(a.q_out, [-1, dim]), a.cache.spread(heads)
+    kept = turned if a.q_out.dtype == turned.dtype else made(a.q_out.dtype)
 
     def run(n: int) -> None:
         if not n:
@@ -258,8 +273,10 @@ def turn_whole(a: Any, limits: Limits) -> Run:
         layout, count = RowLayout.of(a, n), n * per_row
         mine = part(turned, 0, count)
         fused.rotate_into(mine, direct.reshape(_heads(a, n), [count, dim]), *layout.angles(angles), a.style == "interleaved")
-        index = layout.queries(heads, per_row, rows * per_row)
-        into_as(queries, n * heads, paddle.float32, direct.gather, turned, index, 0)
+        if kept is not turned:  # rounded once for queries and cache
+            into(kept, count, direct.cast, mine, kept.dtype)
+            mine = part(kept, 0, count)
+        into(queries, n * heads, direct.gather, kept, layout.queries(heads, per_row, rows * per_row), 0)
         layout.rotated = a.q_out
         pieces = direct.view_shape(a.cache.whole, [-1, dim])
         to = layout.destinations(a.cache, spread)
@@ -330,18 +347,21 @@ def paged_attention(a: Any, limits: Limits, mix: Mix = portable_mix) -> Run:
     tiles of rows where that would copy much."""
     del limits
     portable = mix is portable_mix and not isinstance(a.cache, QuantisedCache)
-    whole = portable and a.softmax_scale == a.head_dim**-0.5 and fused.offers("attend", a.q.place)
+    exact = portable and a.q.dtype == a.out.dtype == a.cache.rows.dtype and fused.has("attend", a.q)
+    dtype = a.q.dtype if exact else paddle.float32  # of attention in one operation
+    whole = portable and a.softmax_scale == a.head_dim**-0.5 and fused.offers("attend", a.q.place, dtype)
     heads = Heads(a.num_heads, a.num_kv_heads, a.head_dim)
+    most = MOST_IN_ONE * 4 // a.q.element_size() if whole and exact else MOST_IN_ONE if whole else MOST_BY_ROW
 
     def run(n: int) -> None:
         if not n:
             return
         layout = RowLayout.of(a, n)
-        tiles = layout.tiles(heads, a.sliding_window, MOST_IN_ONE if whole else MOST_BY_ROW) if portable else None
+        tiles = layout.tiles(heads, a.sliding_window, most) if portable else None
         if tiles:
             attend_tiles(a, n, tiles, heads)
         elif whole:
-            attend_whole(a, n, layout)
+            attend_whole(a, n, layout, dtype)
         else:
             attend_rows(a, part(a.q, 0, n), layout, a.out, mix)
 
@@ -386,21 +406,23 @@ def attend_rows(a: Any, q: Tensor, layout: RowLayout, out: Tensor, mix: Mix = po
         mix(direct.reshape(some, [-1, kv_heads, groups, dim]), k, v, keys, keep)
 
 
-def attend_whole(a: Any, n: int, layout: RowLayout) -> None:
-    """Attention of rows over their slots' whole tables, by the place's own operation. What rows that carry nothing ask for is
-    zeros, of which nothing but zeros comes."""
+def attend_whole(a: Any, n: int, layout: RowLayout, dtype: Any) -> None:
+    """Attention of rows over their slots' whole tables, by the place's own operation in `dtype`: float32, or that of queries,
+    cache and result. What rows that carry nothing ask for is zeros, of which nothing but zeros comes."""
     heads, kv_heads, dim = a.num_heads, a.num_kv_heads, a.head_dim
     rows = direct.reshape(a.cache.rows, [-1, dim])
-    q = as_float(part(a.q, 0, n))
+    exact = dtype == a.q.dtype
+    q = part(a.q, 0, n) if exact else as_float(part(a.q, 0, n))
     if a.q is not layout.rotated:
         q = _masked_rows(q, layout.carries(heads * dim))
     q, out = (direct.view_shape(t, [-1, 1, heads, dim]) for t in (q, part(a.out, 0, n)))
-    for places in layout.places(a.cache, 2 * kv_heads * dim * 4, heads, a.sliding_window):
+    for places in layout.places(a.cache, 2 * kv_heads * dim * q.element_size(), heads, a.sliding_window, dtype):
         count, context = places.end - places.begin, places.added.shape[3]
-        both = direct.reshape(as_float(take(rows, places.pieces)), [2 * count, context, kv_heads, dim])
+        read = take(rows, places.pieces)
+        both = direct.reshape(read if exact else as_float(read), [2 * count, context, kv_heads, dim])
         k, v = part(both, 0, count), part(both, count, 2 * count)
         some, to = part(q, places.begin, places.end), part(out, places.begin, places.end)
-        mixed = to if to.dtype == paddle.float32 else paddle.empty(to.shape, "float32")
+        mixed = to if to.dtype == dtype else paddle.empty(to.shape, dtype)
         fused.attend_into(mixed, some, k, v, places.added)
         if mixed is not to:
             into(to, count, direct.cast, mixed, to.dtype)
@@ -430,7 +452,11 @@ def softmax(scores: Tensor) -> Tensor:
 
 def swiglu(a: Any, n: int) -> None:
     """silu(gate) * up."""
-    gate_up, half = as_float(part(a.gate_up, 0, n)), a.out.shape[1]
+    gate_up, half = part(a.gate_up, 0, n), a.out.shape[1]
+    if a.out.dtype == gate_up.dtype and fused.has("swiglu", gate_up):
+        into(a.out, n, direct.swiglu, gate_up, None)
+        return
+    gate_up = as_float(gate_up)
     if fused.has("swiglu", gate_up):
         into_as(a.out, n, paddle.float32, direct.swiglu, gate_up, None)
     else:
@@ -464,8 +490,9 @@ KERNELS: dict[str, Kernel] = {
     "paged_attention": paged_attention,
     "rms_norm": rms_norm,
     "residual_add+rms_norm": add_and_norm,
+    "linear": linear,
     **{function.__name__: plain(function) for function in (
-        embed, residual_add, linear, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
+        embed, residual_add, swiglu, gather_rows, select_last_rows, combine_draft_inputs, process_logits,
         argmax, gumbel_noise, sample,
     )},
 }  # fmt: skip

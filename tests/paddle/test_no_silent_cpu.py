@@ -12,7 +12,7 @@ import pytest
 
 from polydraft.conformance.report import Selection, conform
 from tests.support.depth import among
-from tests.support.paddle import forked, forked_command, needs_device, needs_graphs, polydraft
+from tests.support.paddle import forked_command, needs_device, needs_graphs, polydraft, script
 from tests.support.plugin_doubles import backend as double
 
 PROMPT = "def fibonacci(n):"
@@ -74,7 +74,7 @@ def ran(backend: str, graph: str, *plugins: Path, allowed: bool = True) -> Steps
     """Decode on the emulated device. Falling back is allowed, so that it would be counted; a run that is refused raises."""
     from polydraft_paddle.probe import by_contract, read
 
-    run = forked(STEPS, json.dumps([backend, graph, allowed, *map(str, plugins)]))
+    run = script(STEPS, json.dumps([backend, graph, allowed, *map(str, plugins)]))
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, "decode", run.stdout, run.stderr)
     return Steps(by_contract(read(run.stderr.splitlines())), *json.loads(run.stdout.strip().splitlines()[-1]))

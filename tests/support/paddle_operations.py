@@ -246,7 +246,11 @@ def fused() -> Iterator[Case]:
         hides = np.where(RNG.random((3, 6, 1, width)) < 0.5, np.float32(-1e30), np.float32(0))
         hides[..., -1] = 0.0
         cases.append(case("attention", mixed, q, k, v, hides, wanted=attended(q, k, v, hides)))
+        for size in (3, 6, 20, 576):  # no multiple of 16 bytes, no power of two, more than a block of threads
+            q, k, v = (rounded(real(*shape, size)) for shape in ((3, 1, 6), (3, width, 2), (3, width, 2)))
+            cases.append(case(f"attention of {size}", mixed, q, k, v, hides, wanted=attended(q, k, v, hides)))
         shown = np.ascontiguousarray(hides[:, :1])
+        q, k, v = (rounded(real(*shape)) for shape in ((3, 1, 6, 64), (3, width, 2, 64), (3, width, 2, 64)))
         spread = lambda q, k, v, added: mixed(q, k, v, added.expand([3, 6, 1, added.shape[3]]))  # noqa: E731
         cases.append(case("attention, one mask", spread, q, k, v, shown, wanted=attended(q, k, v, shown)))
         third = x / np.float32(3.0)

@@ -106,10 +106,10 @@ struct SoftmaxWork {
 };
 
 // One head of one row. A team scores as many places at a time as it has threads. Values are added up by groups of threads, each of which
-// takes every so many places, four elements of them a thread; what a group has is taken down whenever a higher score comes.
-template <typename T>
+// takes every so many places, kOwn elements of them a thread; what a group has is taken down whenever a higher score comes. Heads are
+// multiples of kPack elements, which are read at once.
+template <typename T, int kPack, int kOwn>
 struct AttendWork {
-  static constexpr int kOwn = 4;  // elements
   using Own = Pack<float, kOwn>;
   int64_t rows, heads, shared, places, size;
   Walk<1> walk;  // where `added` has the scores of a head of a row
@@ -175,7 +175,6 @@ struct AttendWork {
     return at[0];
   }
   POLY_BOTH float dot(const T* x, const T* y) const {
-    constexpr int kPack = 16 / sizeof(T);
     float sum = 0;
     for (int64_t i = 0; i < size; i += kPack) {
       const Pack<T, kPack> a = packed<kPack>(x + i), b = packed<kPack>(y + i);
@@ -275,16 +274,22 @@ void softmax(Queue queue, const View& out, const View& x) {
 
 void attend(Queue queue, const View& out, const View& q, const View& k, const View& v, const View* added) {
   const int64_t rows = q.dims[1], heads = q.dims[2], size = q.dims[3], places = k.dims[1];
-  if (size > kLargestHead || size * bytes_of(q.kind) % 16 != 0) {
-    throw std::runtime_error("attention takes heads of whole 16 bytes, of up to " + std::to_string(kLargestHead) + " elements");
-  }
+  if (size > kLargestHead) throw std::runtime_error("attention takes heads of up to " + std::to_string(kLargestHead) + " elements");
   for_real(q.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    AttendWork<T> work{rows, heads, heads / k.dims[2], places, size};
-    for (int d = 0; d < 3 && added != nullptr; ++d) work.walk.add(d == 0 ? q.dims[0] : d == 1 ? heads : rows, {stride_in(*added, d, 4)});
-    if (added != nullptr) work.step = stride_in(*added, 3, 4), work.added = as<T>(*added);
-    work.out = as<T>(out), work.q = as<T>(q), work.k = as<T>(k), work.v = as<T>(v);
-    teams(queue, q.dims[0] * rows * heads, work);
+    constexpr int kPack = 16 / sizeof(T);
+    const auto launch = [&](auto work) {
+      work.rows = rows, work.heads = heads, work.shared = heads / k.dims[2], work.places = places, work.size = size;
+      for (int d = 0; d < 3 && added != nullptr; ++d) work.walk.add(d == 0 ? q.dims[0] : d == 1 ? heads : rows, {stride_in(*added, d, 4)});
+      if (added != nullptr) work.step = stride_in(*added, 3, 4), work.added = as<T>(*added);
+      work.out = as<T>(out), work.q = as<T>(q), work.k = as<T>(k), work.v = as<T>(v);
+      teams(queue, q.dims[0] * rows * heads, work);
+    };
+    if (size % kPack == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v)) {
+      launch(AttendWork<T, kPack, 4>());
+    } else {
+      launch(AttendWork<T, 1, 1>());
+    }
   });
 }
 

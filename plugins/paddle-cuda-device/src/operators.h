@@ -58,7 +58,7 @@ void put_along(Queue queue, const View& out, const View& index, const View& valu
 void scatter(Queue queue, const View& out, const View& index, const View& updates, bool overwrite);
 
 // -- fused: in float32 and bfloat16, over contiguous memory ----------------------------------------
-constexpr int kLargestHead = 256;  // elements
+constexpr int kLargestHead = 1024;  // elements
 
 // The RMSNorm of rows as long as `gain`. With `y` that of x + y, which goes to `sum`, and may lie where an addend does. `inverse`, float32
 // [rows], gets what the rows were multiplied with.

@@ -1,5 +1,6 @@
 // Work along axes: sums and other folds, running folds, sorting, searching. One team a row, and sums in wider types.
 
+#include "folds.h"
 #include "launch.h"
 #include "operators.h"
 #include "walk.h"
@@ -23,6 +24,20 @@ struct Rows {
     int64_t at[1];
     element.at(i, at);
     return at[0];
+  }
+  // `visit` what this thread has of the row at `from`, and where in the row it is.
+  template <typename T, typename Team, typename F>
+  POLY_BOTH void each(const T* from, const Team& team, F visit) const {
+    int64_t i = team.index();
+    const int64_t step = team.size(), stride = element.strides[0][0];
+    for (; element.rank == 1 && i + (kAhead - 1) * step < length; i += kAhead * step) {
+      computed<T> values[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) values[j] = load(from[(i + j * step) * stride]);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) visit(values[j], i + j * step);
+    }
+    for (; i < length; i += step) visit(load(from[offset(i)]), i);
   }
 };
 
@@ -64,13 +79,6 @@ POLY_BOTH void store_as(void* out, Kind kind, int64_t i, A value) {
   }
 }
 
-struct Plus {
-  template <typename A>
-  POLY_BOTH A operator()(A x, A y) const {
-    return x + y;
-  }
-};
-
 template <typename T>
 struct SumWork {
   Rows rows;
@@ -89,20 +97,6 @@ struct SumWork {
   }
 };
 
-// The larger (smaller) of two; NaN wins.
-struct Extreme {
-  bool largest;
-  template <typename C>
-  POLY_BOTH bool prefers(C x, C y) const {
-    if (x != x) return y == y;
-    return largest ? x > y : x < y;
-  }
-  template <typename C>
-  POLY_BOTH C operator()(C x, C y) const {
-    return prefers(y, x) ? y : x;
-  }
-};
-
 template <typename T>
 struct ExtremeWork {
   Rows rows;
@@ -113,16 +107,7 @@ struct ExtremeWork {
   POLY_BOTH void operator()(int64_t row, Team& team) const {
     const T* from = x + rows.start(row);
     auto best = load(from[rows.offset(0)]);
-    int64_t i = team.index();
-    const int64_t step = team.size(), stride = rows.element.strides[0][0];
-    for (; rows.element.rank == 1 && i + (kAhead - 1) * step < rows.length; i += kAhead * step) {
-      computed<T> values[kAhead];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) values[j] = load(from[(i + j * step) * stride]);
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) best = extreme(best, values[j]);
-    }
-    for (; i < rows.length; i += team.size()) best = extreme(best, load(from[rows.offset(i)]));
+    rows.each(from, team, [&](computed<T> value, int64_t) { best = extreme(best, value); });
     best = team.reduce(best, extreme);
     if (team.index() == 0) out[row] = store<T>(best);
   }
@@ -180,16 +165,7 @@ struct ArgmaxWork {
     const Better better{{true}, false};
     const T* from = x + rows.start(row);
     P best{load(from[rows.offset(0)]), -1};
-    int64_t i = team.index();
-    const int64_t step = team.size(), stride = rows.element.strides[0][0];
-    for (; rows.element.rank == 1 && i + (kAhead - 1) * step < rows.length; i += kAhead * step) {
-      computed<T> values[kAhead];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) values[j] = load(from[(i + j * step) * stride]);
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) best = better(best, P{values[j], i + j * step});
-    }
-    for (; i < rows.length; i += team.size()) best = better(best, P{load(from[rows.offset(i)]), i});
+    rows.each(from, team, [&](computed<T> value, int64_t i) { best = better(best, P{value, i}); });
     best = team.reduce(best, better);
     if (team.index() == 0) store_as(out, kind, row, best.place);
   }

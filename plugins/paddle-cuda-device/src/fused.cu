@@ -4,23 +4,13 @@
 
 #include <string>
 
+#include "folds.h"
 #include "launch.h"
 #include "operators.h"
 #include "walk.h"
 
 namespace polycuda {
 namespace {
-
-struct Add {
-  template <typename A>
-  POLY_BOTH A operator()(A x, A y) const {
-    return x + y;
-  }
-};
-
-struct Larger {  // NaN wins
-  POLY_BOTH float operator()(float x, float y) const { return x != x || x > y ? x : y; }
-};
 
 // Rows as packs of P elements.
 template <typename T, int P>
@@ -45,7 +35,7 @@ struct NormWork {
       }
       for (int j = 0; j < P; ++j) squares += static_cast<double>(load(values.of[j])) * load(values.of[j]);
     }
-    squares = team.reduce(squares, Add());
+    squares = team.reduce(squares, Plus());
     const float factor = static_cast<float>(1.0 / sqrt(squares / static_cast<double>(packs * P) + eps));
     if (inverse != nullptr && team.index() == 0) inverse[row] = factor;
     if (sum != nullptr) from = reinterpret_cast<const Packed*>(sum + start);
@@ -95,12 +85,13 @@ struct SoftmaxWork {
   POLY_BOTH void operator()(int64_t row, Team& team) const {
     const T* from = x + row * width;
     T* to = out + row * width;
+    const Extreme larger{true};
     float top = -INFINITY;
-    for (int64_t i = team.index(); i < width; i += team.size()) top = Larger()(top, load(from[i]));
-    top = team.reduce(top, Larger());
+    for (int64_t i = team.index(); i < width; i += team.size()) top = larger(top, load(from[i]));
+    top = team.reduce(top, larger);
     float total = 0;
     for (int64_t i = team.index(); i < width; i += team.size()) total += exp(load(from[i]) - top);
-    total = team.reduce(total, Add());
+    total = team.reduce(total, Plus());
     for (int64_t i = team.index(); i < width; i += team.size()) to[i] = store<T>(exp(load(from[i]) - top) / total);
   }
 };
@@ -127,6 +118,7 @@ struct AttendWork {
     const float scale = 1.f / sqrt(static_cast<float>(size));
     const int64_t base = added == nullptr ? 0 : start(batch, head, row % rows);
     float* weights = team.floats();
+    const Extreme larger{true};
     Own sums[kTurns] = {};
     float top = -INFINITY, total = 0;
     for (int64_t from = 0; from < places; from += Team::size()) {
@@ -136,10 +128,10 @@ struct AttendWork {
         score = dot(query, k + first + place * pitch) * scale;
         if (added != nullptr) score += load(added[base + place * step]);
       }
-      const float higher = Larger()(top, team.reduce(score, Larger())), down = top == higher ? 1.f : exp(top - higher);
+      const float higher = larger(top, team.reduce(score, larger)), down = top == higher ? 1.f : exp(top - higher);
       const float weight = place < places ? exp(score - higher) : 0.f;
       weights[team.index()] = weight;
-      total = total * down + team.reduce(weight, Add());
+      total = total * down + team.reduce(weight, Plus());
       team.wait();
       for (int turn = 0; turn < kTurns; ++turn) {
         const int pack = lane + turn * lanes;
@@ -220,7 +212,6 @@ void norm(Queue queue, const View& out, const View* sum, const View* inverse, co
   if (width == 0) return;
   for_real(x.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kPack = 16 / sizeof(T);
     const auto launch = [&](auto pack) {
       constexpr int P = decltype(pack)::value;
       teams(queue, x.size() / width,
@@ -228,10 +219,8 @@ void norm(Queue queue, const View& out, const View* sum, const View* inverse, co
                            inverse == nullptr ? nullptr : as<float>(*inverse), as<T>(x), y == nullptr ? nullptr : as<T>(*y),
                            as<T>(gain)});
     };
-    bool together = width % kPack == 0;
-    for (const View* each : {&out, sum, &x, y, &gain}) together &= each == nullptr || is_aligned(*each);
-    if (together) {
-      launch(std::integral_constant<int, kPack>());
+    if (go_together<T>(width, out, x, gain) && (y == nullptr || go_together<T>(width, *sum, *y))) {
+      launch(std::integral_constant<int, kTogether<T>>());
     } else {
       launch(std::integral_constant<int, 1>());
     }
@@ -277,7 +266,6 @@ void attend(Queue queue, const View& out, const View& q, const View& k, const Vi
   if (size > kLargestHead) throw std::runtime_error("attention takes heads of up to " + std::to_string(kLargestHead) + " elements");
   for_real(q.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kPack = 16 / sizeof(T);
     const auto launch = [&](auto work) {
       work.rows = rows, work.heads = heads, work.shared = heads / k.dims[2], work.places = places, work.size = size;
       for (int d = 0; d < 3 && added != nullptr; ++d) work.walk.add(d == 0 ? q.dims[0] : d == 1 ? heads : rows, {stride_in(*added, d, 4)});
@@ -285,8 +273,8 @@ void attend(Queue queue, const View& out, const View& q, const View& k, const Vi
       work.out = as<T>(out), work.q = as<T>(q), work.k = as<T>(k), work.v = as<T>(v);
       teams(queue, q.dims[0] * rows * heads, work);
     };
-    if (size % kPack == 0 && is_aligned(q) && is_aligned(k) && is_aligned(v)) {
-      launch(AttendWork<T, kPack, 4>());
+    if (go_together<T>(size, q, k, v)) {
+      launch(AttendWork<T, kTogether<T>, 4>());
     } else {
       launch(AttendWork<T, 1, 1>());
     }

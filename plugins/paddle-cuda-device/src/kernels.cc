@@ -545,7 +545,6 @@ struct Kernel {
 // An operation that Paddle's CPU has no kernel of.
 template <typename Operation, typename known::Launch<typename Operation::Signature>::Function kLaunch>
 struct NewKernel {
-  using Of = Operation;
   static void add() {
     using Function = typename known::Launch<typename Operation::Signature>::Function;
     for (const auto dtype : {phi::DataType::FLOAT32, phi::DataType::BFLOAT16}) {
@@ -607,13 +606,13 @@ using FusedKernels = std::tuple<
     >;
 
 template <typename... K>
-void add_fused(std::tuple<K...>*) {
-  (K::add(), ...);
+constexpr bool are_all_operations(std::tuple<K...>*) {
+  return std::is_same<std::tuple<typename K::Of...>, known::AllOperations>::value;
 }
+static_assert(are_all_operations(static_cast<Kernels*>(nullptr)), "a kernel an operation, in order");
 
 template <typename... K>
 void add_all(std::tuple<K...>*) {
-  static_assert(std::is_same<std::tuple<typename K::Of...>, known::AllOperations>::value, "a kernel an operation, in order");
   (K::add(), ...);
 }
 
@@ -622,5 +621,5 @@ void add_all(std::tuple<K...>*) {
 
 void paddle_device::register_kernels() {
   polycuda::add_all(static_cast<polycuda::Kernels*>(nullptr));
-  polycuda::add_fused(static_cast<polycuda::FusedKernels*>(nullptr));
+  polycuda::add_all(static_cast<polycuda::FusedKernels*>(nullptr));
 }

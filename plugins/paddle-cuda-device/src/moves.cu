@@ -32,14 +32,6 @@ struct GatherWork {
   }
 };
 
-// Elements that are moved at once, where rows of `inner` of them lie at multiples of 16 bytes.
-template <typename T>
-constexpr int64_t kTogether = 16 / sizeof(T);
-template <typename T>
-bool moves_together(int64_t inner, const View& out, const View& x) {
-  return inner % kTogether<T> == 0 && is_aligned(out) && is_aligned(x);
-}
-
 template <typename T, typename I>
 struct TakeWork {
   Walk<1> walk;
@@ -150,7 +142,7 @@ void gather(Queue queue, const View& out, const View& x, const View& index, int 
       using T = typename decltype(element)::type;
       using I = typename decltype(word)::type;
       const int64_t inner = behind(x, axis);
-      if (moves_together<T>(inner, out, x)) {
+      if (go_together<T>(inner, out, x)) {
         using P = Pack<T, kTogether<T>>;
         each(queue, out.size() / kTogether<T>,
              GatherWork<P, I>{index.size(), x.dims[axis], inner / kTogether<T>, as<P>(out), as<P>(x), as<I>(index)});

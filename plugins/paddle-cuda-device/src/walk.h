@@ -126,6 +126,14 @@ T* as(const View& view) {
 
 inline bool is_aligned(const View& view) { return reinterpret_cast<uintptr_t>(view.data) % 16 == 0; }
 
+// Elements of 16 bytes, and whether rows of `inner` elements can be read and written so many at a time.
+template <typename T>
+constexpr int kTogether = 16 / sizeof(T);
+template <typename T, typename... Views>
+bool go_together(int64_t inner, const Views&... views) {
+  return inner % kTogether<T> == 0 && (is_aligned(views) && ...);
+}
+
 inline int axis_of(int axis, int rank) { return axis < 0 ? axis + rank : axis; }
 
 }  // namespace polycuda

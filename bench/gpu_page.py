@@ -19,7 +19,7 @@ from polydraft.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from bench import gpu_heads, gpu_prompts, gpu_regions, gpu_rounds  # noqa: E402  as for bench/draft_vocab.py
+from bench import gpu_heads, gpu_launches, gpu_prompts, gpu_rounds  # noqa: E402  as for bench/draft_vocab.py
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "bench" / "results"
 Result = dict[str, Any]
@@ -113,21 +113,11 @@ def prompts(result: Result) -> tuple[str, ...]:
     return f"{where(result)}; {counted}; one large product runs at {rate:.0f} TFLOP/s.", gpu_prompts.markdown(result)
 
 
-def regions(result: Result) -> tuple[str, ...]:
-    """The table of its own script, and the prefill step of its end."""
-    (row,) = [row for row in result["rows"] if row["region"] == "prefill"]
-    target = gpu_regions.cells(result)[0, 1]["target pass"]
-    said = (
-        f"The target pass of the 7B shape at batch 1 reads at {target['copy_rate_share']:.0%} of the copy rate. The blocks of a "
-        f"prefill step of {row['batch']} prompts of {row['context']} tokens compute "
-        f"{1e-12 * row['operations_per_s']:.0f} TFLOP/s, "
-        f"{row['matrix_rate_share']:.0%} of what the largest product in them does by itself "
-        f"({1e-12 * row['matrix_operations_per_s']:.0f} TFLOP/s)."
-    )
-    rounds_of = read("cuda.json")
-    if rounds_of is not None and rounds_of["commit"] != result["commit"]:
-        said = f"**These regions are older than the rounds above**: commit {result['commit'][:7]}. {said}"
-    return gpu_regions.markdown(result), said
+def launches(result: Result) -> tuple[str, ...]:
+    """The table of its own script, and how it came about."""
+    cuda, count = int(result["driver"]) // 1000, min(row["rounds"] for row in result["rows"])
+    said = f"Measured on {result['date']} on one {result['device']} (CUDA {cuda}, commit {result['commit'][:7]})"
+    return f"{said}, the mean of {count} rounds a cell.", gpu_launches.markdown(result)
 
 
 def compared(result: Result) -> tuple[str, ...]:
@@ -206,7 +196,7 @@ def heads(result: Result) -> tuple[str, ...]:
 
 SHOWN: dict[str, Callable[[Result], tuple[str, ...]]] = {
     "cuda.json": rounds,
-    "cuda_regions.json": regions,
+    "cuda_launches.json": launches,
     "cuda_prompts.json": prompts,
     "cuda_compare.json": compared,
     "cuda_heads.json": heads,
@@ -270,7 +260,7 @@ def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     for name, picture, draw in (
         ("cuda.json", "cuda_rounds.png", draw_rounds),
-        ("cuda_regions.json", "cuda_regions.png", lambda result, path: gpu_regions.draw(result, str(path))),
+        ("cuda_launches.json", "cuda_launches.png", gpu_launches.draw),
         ("cuda_heads.json", "cuda_heads.png", gpu_heads.draw),
     ):
         result = read(name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_regions
 from polydraft.instruments.sanitize import Sanitizer
 from polydraft.plugins.program_pass import Entry
 from polydraft.program import program
@@ -131,22 +130,6 @@ def test_norms_round_rows_for_packed_projections(tmp_path: Path, monkeypatch: py
     assert names.count("norms.cu:rounded_norm") == 4
     apart = [behind for front, behind in itertools.pairwise(names) if front == "packed.cu:round_rows"]
     assert len(apart) == 5, "rows of o and down, in two blocks, and of the head"
-
-
-def test_regions_of_a_step_are_timed_as_its_graph_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What is one launch in the graph is one in a region that has all of it; a region that cuts it has the launches apart."""
-    engine = traced.engine_of(traced.IN_FULL, tmp_path, monkeypatch)
-    programs = [engine.runner.programs["greedy"][part] for part in ("target", "draft")]
-    parts = gpu_regions.regions(programs[0].entries, programs[1].entries)
-    found = {name: [one.contract for one in gpu_regions.together(programs, entries)] for name, entries in parts.items()}
-    assert found["attention"] == ["rope_kv_write+paged_attention"] * 2
-    assert found["gate and up"] == ["linear+swiglu"] * 2
-    assert found["head"] == ["gather_rows", "rms_norm", "linear"]
-    assert found["choosing"] == ["process_logits", "argmax"]
-    assert found["a round"].count("linear+process_logits+argmax") == 4
-    assert gpu_regions.together(programs, [one for p in programs for one in p.entries]) == [
-        *programs[0].captured, *programs[1].captured,
-    ]  # fmt: skip
 
 
 def test_the_hazard_checker_sees_what_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

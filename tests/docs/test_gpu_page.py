@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_heads, gpu_page, gpu_prompts, gpu_regions, gpu_rounds, host_time
+from bench import gpu_heads, gpu_launches, gpu_page, gpu_prompts, gpu_rounds, host_time
 from polydraft import Engine
 from polydraft.bench import report
 from polydraft.bench.measure import Load, run
@@ -37,7 +37,7 @@ def test_the_page_is_what_the_script_would_make_of_the_results():
 def test_every_result_that_is_there_is_shown_and_no_other():
     shown = re.findall(r"<!-- figures: bench/results/(cuda[a-z_]*\.json) -->", read(PAGE))
     assert sorted(shown) == sorted(THERE)
-    assert {"cuda.json", "cuda_regions.json"} <= set(THERE)
+    assert {"cuda.json", "cuda_launches.json"} <= set(THERE)
 
 
 @pytest.mark.parametrize("name", THERE)
@@ -46,7 +46,7 @@ def test_a_table_follows_its_result(name: str):
     assert (found["schema"], found["device"]) == ("polydraft.bench/1", "NVIDIA H200")
     changed = copy.deepcopy(found)
     for row in changed["rows"]:
-        for field in ("ms_per_round", "us", "ttft_ms"):
+        for field in ("ms_per_round", "round_us", "ttft_ms"):
             if row.get(field):
                 row[field] *= 1.5
     before, after = gpu_page.SHOWN[name](found), gpu_page.SHOWN[name](changed)
@@ -55,7 +55,7 @@ def test_a_table_follows_its_result(name: str):
     assert all(paragraph in read(PAGE) for paragraph in before)
 
 
-@pytest.mark.parametrize("name", [name for name in THERE if name not in ("cuda_regions.json", "cuda_prompts.json")])
+@pytest.mark.parametrize("name", [name for name in THERE if name not in ("cuda_launches.json", "cuda_prompts.json")])
 def test_rows_say_what_is_synthetic_and_what_their_floor_is(name: str):
     for row in result(name)["rows"]:
         assert row["weights"] == "random"
@@ -103,18 +103,15 @@ def test_both_sides_of_the_comparison_say_how_a_round_is_estimated_and_take_full
             assert row["polydraft_end_to_end_share"] >= share - 0.01, "prompts are no smaller a share of ours"
 
 
-def test_regions_on_a_gpu_are_those_of_the_result():
-    found = gpu_regions.cells(result("cuda_regions.json"))
-    assert list(found) == [(drafts, batch) for drafts in (0, 3) for batch in (1, 8, 32, 64)]
-    for rows in found.values():
-        assert set(gpu_regions.SHOWN) <= set(rows)
-        for row in rows.values():
-            floor = row["floor_bytes"]
-            assert (floor is None) == (row["region"] in {"norms", *gpu_regions.WHOLE})
-            if floor is not None:
-                assert row["copy_rate_share"] == pytest.approx(floor / row["copy_bytes_per_s"] / (1e-6 * row["us"]))
-    (prompts,) = [row for row in result("cuda_regions.json")["rows"] if row["region"] == "prefill"]
-    assert prompts["matrix_rate_share"] == pytest.approx(prompts["operations_per_s"] / prompts["matrix_operations_per_s"])
+def test_kernels_of_a_round_add_up_to_it_and_are_of_a_kind():
+    for row in result("cuda_launches.json")["rows"]:
+        assert sum(figures["us"] for figures in row["kernels"].values()) == pytest.approx(row["round_us"])
+        assert sum(gpu_launches.by_kind(row).values()) == pytest.approx(1e-3 * row["round_us"])
+        books = {kernel for kernel in row["kernels"] if gpu_launches.kind_of(kernel) == gpu_launches.OTHERS}
+        assert {gpu_launches.ONCE, "verify_and_commit", "snapshot_output"} <= books
+        assert row["kernels"][gpu_launches.ONCE]["launches"] == pytest.approx(1.0)
+        assert gpu_launches.by_kind(row)[gpu_launches.OTHERS] < 0.03 * 1e-3 * row["round_us"], "no large one is in no kind"
+        assert row["floor_us"] < row["round_us"]
 
 
 def test_operations_of_a_prompt_are_those_of_weights_and_of_causal_attention():

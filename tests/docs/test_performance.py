@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,52 +58,10 @@ def test_every_marked_result_and_picture_exists():
 
 
 @pytest.mark.deep
-def test_regions_on_a_gpu_can_be_drawn(tmp_path: Path):
-    result = json.loads((ROOT / "bench" / "results" / "cuda_regions.json").read_text(encoding="utf-8"))
-    script("gpu_regions").draw(result, str(tmp_path / "regions.png"))
-    assert (tmp_path / "regions.png").stat().st_size > 10_000
-
-
-def test_a_region_has_the_launches_and_the_bytes_of_its_name():
-    bench = script("gpu_regions")
-
-    def entries(stage: str, *contracts: str) -> list[Any]:
-        return [SimpleNamespace(stage=stage, contract=contract) for contract in contracts]
-
-    layer = (
-        "rms_norm", "linear", "rope_kv_write", "paged_attention", "linear", "residual_add+rms_norm", "linear", "swiglu", "linear",
-    )  # fmt: skip
-    target = [
-        *entries("pack", "pack_rows"),
-        *entries("target", "embed", "forward_meta", *layer, *layer, "gather_rows", "rms_norm", "linear"),
-        *entries("verify", "argmax"),
-    ]
-    draft = [*entries("begin_draft", "begin_draft"), *entries("draft 0", "embed", "linear"), *entries("draft 1", "linear")]
-    found = bench.regions(target, draft)
-    names = {name: [entry.contract for entry in of] for name, of in found.items()}
-    assert len(names["target pass"]) == 2 + 2 * len(layer) + 3
-    assert (names["projections"].count("linear"), names["projections"].count("swiglu")) == (8, 2)
-    assert names["attention"] == ["rope_kv_write", "paged_attention"] * 2
-    assert names["norms"] == ["rms_norm", "residual_add+rms_norm"] * 2
-    assert names["head"] == ["gather_rows", "rms_norm", "linear"]
-    assert (names["gate and up"], names["qkv"], names["down"]) == (["linear", "swiglu"] * 2, ["linear"] * 2, ["linear"] * 2)
-    assert found["qkv"][0] is target[4]
-    assert (names["draft pass 0"], names["draft pass 1"]) == (["embed", "linear"], ["linear"])
-    assert names["choosing"] == ["argmax"]
-    assert not {"pack_rows", "begin_draft"} & {contract for of in names.values() for contract in of}, (
-        "they need slots that move on"
-    )
-    assert len(names["a round"]) == len(target) + len(draft) - 2
-
-    attention = SimpleNamespace(q_size=16, kv_size=8)
-    block = SimpleNamespace(mixer=attention, feed_forward=SimpleNamespace(intermediate_size=20))
-    model = SimpleNamespace(hidden_size=12, vocab_size=100, blocks=(block, block))
-    bytes_of = bench.floors(model, 3, 50)
-    weights = 12 * 32 + 12 * 16 + 3 * 12 * 20
-    assert bytes_of["projections"] == 2 * 2 * weights
-    assert bytes_of["attention"] == 2 * 2 * 2 * 8 * 3 * 50
-    assert bytes_of["target pass"] == bytes_of["projections"] + bytes_of["attention"] + 2 * 1200
-    assert bytes_of["draft pass"] == 2 * (weights + 2 * 144 + 2 * 8 * 150 + 1200)
+def test_kernels_of_rounds_can_be_drawn(tmp_path: Path):
+    result = json.loads((ROOT / "bench" / "results" / "cuda_launches.json").read_text(encoding="utf-8"))
+    script("gpu_launches").draw(result, tmp_path / "launches.png")
+    assert (tmp_path / "launches.png").stat().st_size > 10_000
 
 
 def test_drafts_of_both_are_worth_those_of_the_better_where_texts_repeat():

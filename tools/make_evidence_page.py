@@ -3,7 +3,7 @@
     python tools/make_evidence_page.py [REPORT.json ...]
 
 Reports of `polydraft conform --out` that are named are first taken into docs/backends/claims.json, one a backend, device and
-profile.
+profile, without those that one of a larger profile includes.
 A test compares the committed page with what this script makes of the committed claims.
 """
 
@@ -82,13 +82,22 @@ def taken(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def add(reports: list[Path]) -> None:
-    """Take reports into the claims."""
+    """Take reports into the claims. One that another includes, of a larger profile and no older, goes."""
     by_key = {(one["name"], one["device"], one["profile"]): one for one in claims()}
     for path in reports:
         one = taken(json.loads(path.read_text(encoding="utf-8")))
         by_key[one["name"], one["device"], one["profile"]] = one
-    ordered = [by_key[key] for key in sorted(by_key)]
+    ordered = [by_key[key] for key in sorted(by_key) if not any(_includes(other, by_key[key]) for other in by_key.values())]
     CLAIMS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def _includes(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a claim says all that another does, and is no older."""
+    from polydraft.conformance.outcomes import PROFILES
+
+    same = (one["name"], one["device"]) == (other["name"], other["device"])
+    larger = set(PROFILES[one["profile"]]) > set(PROFILES[other["profile"]])
+    return same and larger and one["status"] == 0 and one["day"] >= other["day"]
 
 
 def page() -> str:

@@ -77,6 +77,22 @@ def test_reports_become_claims(tool: ModuleType, tmp_path: Path, monkeypatch: py
         tool.taken({**report.content, "seconds": -1})
 
 
+def test_a_claim_that_another_includes_goes(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    claim = {"name": "mine", "device": "chip:0", "status": 0}
+    kept = [
+        claim | {"profile": "async", "day": "2026-11-02"},
+        claim | {"profile": "graph", "day": "2026-11-02"},
+        claim | {"profile": "basic", "day": "2026-11-03"},
+        claim | {"profile": "basic", "day": "2026-11-01", "device": "chip:1"},
+    ]
+    included = [claim | {"profile": "basic", "day": "2026-11-02", "device": "chip:2"}]
+    by = [claim | {"profile": "graph", "day": "2026-11-02", "device": "chip:2"}]
+    monkeypatch.setattr(tool, "CLAIMS", tmp_path / "claims.json")
+    tool.CLAIMS.write_text(json.dumps([*kept, *included, *by]))
+    tool.add([])
+    assert sorted(tool.claims(), key=str) == sorted([*kept, *by], key=str)
+
+
 def test_a_class_that_stands_for_a_device_names_it():
     bare = named(reference, "bare", evidence_on="")
     problems = conform(bare, selection=Selection(level="L0")).content["verdict"]["problems"]

@@ -48,7 +48,7 @@ def test_verdicts_of_the_kit_are_those_of_the_claims():
     seen = section(read(PAGE), "What ran where")
     claims = json.loads((ROOT / "docs" / "backends" / "claims.json").read_text(encoding="utf-8"))
     found = {one["profile"]: one for one in claims if (one["name"], one["device"]) == ("paddle", "polycuda:0")}
-    assert {"basic", "graph"} <= set(found)
+    assert "graph" in found
     for profile, one in found.items():
         passed = re.search(r"holds: (\d+) checks passed", one["sentence"])
         assert passed, one["sentence"]

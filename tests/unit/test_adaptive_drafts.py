@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from polydraft.contracts.base import Limits
-from polydraft.host.adaptive_drafts import BEGINNING, EVERY, SETTLING, TRIAL, StepTimes, hoped, shares
+from polydraft.host.adaptive_drafts import BEGINNING, EVERY, SETTLING, SOON, TRIAL, StepTimes, hoped, shares
 from polydraft.host.draft_policy import Always, DraftPolicy, DraftView, Windows, check_policy
 from polydraft.host.rehearsal import Rehearsal
 from polydraft.host.slots import SlotTable
@@ -90,6 +90,21 @@ def test_where_all_requests_are_others_it_decides_at_once(size: int) -> None:
             assert decided.call_count == before + 1
             world.step(policy, size, has_prefill=True)
             assert decided.call_count == before + 1, "they are those of before"
+
+
+def test_where_some_have_ended_it_waits_for_the_others_to_end() -> None:
+    world = World(64, COSTS["weights"], lambda world, slots: np.array(GOOD))
+    policy = world.adaptive()
+    world.run(policy, 64, 600)
+    with mock.patch.object(policy, "_decide", wraps=policy._decide) as decided:
+        for count in (30, 14, 7, 3, 1):  # another bucket each time
+            world.step(policy, count)
+        assert decided.call_count == 0
+        for _ in range(SOON):
+            world.step(policy, 1)
+        assert decided.call_count == 1
+        world.step(policy, 40)
+        assert decided.call_count == 2, "those who come are decided on at once"
 
 
 @pytest.mark.parametrize("took", [0.0, 0.5])

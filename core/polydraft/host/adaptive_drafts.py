@@ -45,7 +45,7 @@ from polydraft.step.graphs import default_buckets
 
 SOON, EVERY, SELDOM = 4, 16, 256
 """Steps from one decision to the next: twice as many each time that nothing follows from it, `SELDOM` at most; `EVERY` where
-something does, and twice `SOON` where others decode than before."""
+something does, twice `SOON` where others decode than before, and `SOON` where fewer of them do."""
 DECIDING = 0.01
 """Part of the time that decisions may take which follow from nothing but that time has passed: where steps are short, they are
 further apart."""
@@ -480,10 +480,11 @@ class AdaptiveDrafts:
 
     def _enter(self, bucket: int) -> None:
         """Another number of requests decodes, or others than before: steps are timed anew, and decided on at once; but behind a
-        rehearsal drafts must have been verified."""
+        rehearsal drafts must have been verified, and where some have ended the others may do so, too."""
         self._file()
+        left = BEGINNING if not self._looked and self.times.known.any() else 0
+        self._left = SOON if self._bounds[1] and bucket < self._bucket else left
         self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, SOON, 0.0
-        self._left = BEGINNING if not self._looked and self.times.known.any() else 0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
     def _file(self) -> None:

@@ -115,15 +115,7 @@ def overwrite(engine: Any, bits: Array) -> None:
 # -- rounds --------------------------------------------------------------------------------------------
 def engine_of(way: str, batch: int, options: argparse.Namespace) -> tuple[Any, Load]:
     """An engine whose heads are read this way."""
-    config = EngineConfig.from_mapping(
-        {
-            "backend": "cuda",
-            "dtype": "bf16",
-            "prefix_cache": False,
-            "accept_schedule": gpu_rounds.SCHEDULE[:DRAFTS],
-            "max_batched_tokens": gpu_rounds.BATCHED_TOKENS,
-        }
-    )
+    config = EngineConfig.from_mapping({**gpu_rounds.common(DRAFTS), "dtype": "bf16"})
     sizes = {"prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "repeats": options.repeats}
     load = Load(batch, options.prompt_tokens, options.new_tokens)
     with gpu_rounds.heads_read(way):

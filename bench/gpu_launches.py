@@ -30,7 +30,7 @@ from polydraft.engine import Engine
 from polydraft.errors import DeviceError
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from bench.gpu_rounds import BATCHED_TOKENS, ROOT, SCHEDULE, byte_heads, copy_rate, floor_bytes
+from bench.gpu_rounds import ROOT, SCHEDULE, byte_heads, common, copy_rate, floor_bytes
 
 METHOD: Final = (
     "launches of some full decode rounds as the device records them; a launch counts by how far its end lies behind the ends of "
@@ -111,14 +111,14 @@ def recorded(engine: Engine, load: Load, steps: int) -> list[Launched]:
         ended += len(engine.poll())
         return engine.totals.rounds - rounds
 
-    while full < SETTLING:
+    while full < SETTLING and not ended:
         full += step() == load.batch
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         counts = [step() for _ in range(steps)]
     while ended < load.batch:
         step()
     if set(counts) != {load.batch}:
-        raise DeviceError(f"requests ended within {steps} steps; lower --steps or raise --new-tokens")
+        raise DeviceError(f"requests ended within {SETTLING + steps} full steps; lower --steps or raise --new-tokens")
     on_device = (event for event in profiler.events() or () if event.device_type.name == "CUDA")
     return [
         Launched(event.time_range.start, event.time_range.end, re.sub(r"^void | ?[<(].*", "", event.name)) for event in on_device
@@ -127,10 +127,7 @@ def recorded(engine: Engine, load: Load, steps: int) -> list[Launched]:
 
 def measure(shape: str, drafts: int, batch: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """One row."""
-    config = EngineConfig.from_mapping({
-        "backend": "cuda", "plugins": (str(ROOT / "uniform_routing.py"),), "dtype": "bf16", "prefix_cache": False,
-        "accept_schedule": SCHEDULE[:drafts], "max_batched_tokens": BATCHED_TOKENS,
-    })  # fmt: skip
+    config = EngineConfig.from_mapping({**common(drafts), "dtype": "bf16"})
     prompt, new = options.prompt_tokens, options.new_tokens
     suite = Suite(config, ROOT / "shapes" / f"{shape}.json", (batch,), (drafts,), prompt_tokens=prompt, new_tokens=new)
     load = Load(batch, prompt, new)

@@ -28,14 +28,17 @@ MOST = 0.80
 """Of the other engine's time, that every cell may take."""
 
 
-def where(result: Result) -> str:
+def measured(result: Result) -> str:
     """When and on what."""
+    cuda = f"CUDA {int(result['driver']) // 1000}"
+    return f"Measured on {result['date']} on one {result['device']} ({cuda}, commit {result['commit'][:7]})"
+
+
+def where(result: Result) -> str:
+    """The same, and how often."""
     repeats = sorted({row["repeats"] for row in result["rows"]})
     some = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    cuda = f"CUDA {int(result['driver']) // 1000}"
-    return (
-        f"Measured on {result['date']} on one {result['device']} ({cuda}, commit {result['commit'][:7]}), {some} repeats a cell"
-    )
+    return f"{measured(result)}, {some} repeats a cell"
 
 
 # -- rounds --------------------------------------------------------------------------------------------
@@ -115,9 +118,8 @@ def prompts(result: Result) -> tuple[str, ...]:
 
 def launches(result: Result) -> tuple[str, ...]:
     """The table of its own script, and how it came about."""
-    cuda, count = int(result["driver"]) // 1000, min(row["rounds"] for row in result["rows"])
-    said = f"Measured on {result['date']} on one {result['device']} (CUDA {cuda}, commit {result['commit'][:7]})"
-    return f"{said}, the mean of {count} rounds a cell.", gpu_launches.markdown(result)
+    count = min(row["rounds"] for row in result["rows"])
+    return f"{measured(result)}, the mean of {count} rounds a cell.", gpu_launches.markdown(result)
 
 
 def compared(result: Result) -> tuple[str, ...]:

@@ -210,17 +210,21 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell(shape, batch, k, asks, kv, weights, few, head, variant)
 
 
+def common(drafts: int) -> dict[str, Any]:
+    """What engines whose rounds are timed have in common."""
+    return {
+        "backend": "cuda", "plugins": (str(ROOT / "uniform_routing.py"),), "prefix_cache": False,
+        "accept_schedule": SCHEDULE[:drafts], "max_batched_tokens": BATCHED_TOKENS,
+    }  # fmt: skip
+
+
 def measure(what: Cell, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """One row."""
     shape, batch, drafts, asked = what.shape, what.batch, what.drafts, what.asked
     config = EngineConfig.from_mapping(
         {
-            "backend": "cuda",
-            "plugins": (str(ROOT / "uniform_routing.py"),),
+            **common(drafts),
             "dtype": options.dtype,
-            "prefix_cache": False,
-            "accept_schedule": SCHEDULE[:drafts],
-            "max_batched_tokens": BATCHED_TOKENS,
             "invariant": options.invariant,
             "tensor_parallel": options.tensor_parallel,
             "expert_parallel": options.expert_parallel,

@@ -1,4 +1,5 @@
-"""The Paddle backend's CPU place: who sees which keys however a pass falls into windows, and how many threads a product gets."""
+"""The Paddle backend's CPU place: who sees which keys however a pass falls into windows, whose kernels work on the memory of
+tensors, and how many threads a product gets."""
 
 from __future__ import annotations
 
@@ -142,6 +143,36 @@ for place in range(2):
     assert not mixed(100 * q, *broken)[1]
 print("seen")
 """
+
+
+SHARED = """
+import gc
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place, polydraft_kernels
+
+device = open_place("cpu", DeviceOptions())
+for shape, dtype in (((4, 0), "i32"), ((3, 2), "u32"), ((5,), "f32"), ((2, 3), "i32")):
+    buffer = device.empty("x", shape, dtype)
+    array = buffer.host_array
+    assert array.shape == shape and array.dtype.kind == dtype[0], (dtype, array.dtype)
+    array[...] = 7
+    assert (buffer.tensor.numpy() == 7).all(), dtype
+before = device.empty("x", (1 << 16,), "i32").host_array
+before[...] = 7
+gc.collect()
+after = [device.empty("y", (1 << 16,), "i32").host_array for _ in range(4)]
+for array in after:
+    array[...] = 9
+assert (before == 7).all(), "memory of a tensor was given back while an array of it was there"
+providers = polydraft_kernels(device).providers
+print([type(providers[name]).__name__ for name in ("scatter", "advance_draft", "linear")])
+"""
+
+
+@needs_paddle
+def test_state_kernels_are_the_references_over_the_memory_of_tensors():
+    run = forked(SHARED)
+    assert run.stdout == "['EagerProvider', 'EagerProvider', 'PaddleProvider']\n", run.stderr[-3000:]
 
 
 @needs_paddle

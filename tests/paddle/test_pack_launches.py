@@ -50,6 +50,7 @@ polydraft_cuda.probe.look = lambda: SimpleNamespace(reason="", devices=("cuda:0"
 polydraft_cuda.device.CudaDevice = alone
 paddle_pack.GuestDevice, paddle_pack.index_of = guest, lambda spec: 0
 polydraft_paddle.DTYPES["cpu"] = ("bf16",)
+polydraft_paddle.COMPOSITES += polydraft_paddle.QUEUED_COMPOSITES
 found = {}
 for own in ({"backend": "cuda"}, {"backend": "paddle", "device": "cpu", "kernels": ("paddle/cuda",)}):
     options = {"graph": "off", "overlap": 0, "dtype": "bf16", "max_num_seqs": 32, "max_model_len": 64, "draft_tokens": 3}

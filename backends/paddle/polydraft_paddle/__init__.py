@@ -40,8 +40,9 @@ NO_RANKS = ("polycuda",)
 """Kinds of place whose runtime has no collectives."""
 KERNEL = re.compile(r"^def ([a-z]\w*)\(", re.MULTILINE)
 """A function of a module of kernels. One that is called like a contract is its kernel."""
-COMPOSITES = ("pack_rows+pack_logit_rows", "residual_add+rms_norm", "verify_match+commit_window")
-"""What it serves besides."""
+COMPOSITES = ("residual_add+rms_norm", "verify_match+commit_window")
+QUEUED_COMPOSITES = ("pack_rows+pack_logit_rows",)
+"""What it serves besides: everywhere, and off the CPU."""
 Evidence = Literal["silicon", "custom device", "double only"]
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "cpu": ("silicon", "AMD EPYC CPU, 2026-11-21"),
@@ -80,7 +81,8 @@ def describe(name: str, summary: str, spec: str) -> BackendInfo:
     reason = unusable() or next((said for library, said in misfit.items() if serves(library, kind)), "")
     nothing: tuple[Evidence, str] = "double only", ""
     evidence, evidence_on = EVIDENCE.get(kind, nothing)
-    served = {name: REGISTRY[name].version for name in contracts()} | dict.fromkeys(COMPOSITES, 1)
+    composites = COMPOSITES if kind == "cpu" else (*COMPOSITES, *QUEUED_COMPOSITES)
+    served = {name: REGISTRY[name].version for name in contracts()} | dict.fromkeys(composites, 1)
     return BackendInfo(
         name=name,
         version=__version__,

@@ -17,6 +17,7 @@ import paddle
 from polydraft.device import DTYPES, Array, Buffer, DeviceCounters, Event, Staging, Stream
 from polydraft.errors import DeviceError
 from polydraft.reference.device import ImmediateEvent, ImmediateStream
+from polydraft.reference.provider import EagerProvider, Kernel, NumpyProvider
 from polydraft_paddle import fused, threads, words
 from polydraft_paddle.companions import host_memory
 from polydraft_paddle.device_name import take_apart
@@ -43,6 +44,21 @@ class PaddleBuffer:
     def __init__(self, name: str, tensor: Tensor, dtype: str) -> None:
         self.name, self.tensor, self.dtype = name, tensor, dtype
         self.shape: tuple[int, ...] = tuple(tensor.shape)
+
+    @property
+    def host_array(self) -> Array:
+        """The same bytes for NumPy, where the host sees the memory of the place."""
+        return np.asarray(_Memory(self.tensor, self.dtype))
+
+
+class _Memory:
+    """Memory of a tensor that NumPy may write to, and which is there for as long; Paddle 3.2 lends it for reading alone."""
+
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self._tensor, shape = tensor, tuple(tensor.shape)
+        self.__array_interface__ = {
+            "version": 3, "shape": shape, "typestr": np.dtype(DTYPES[dtype]).str, "data": (tensor.data_ptr(), False)
+        }  # fmt: skip
 
 
 class PaddleStaging:
@@ -142,6 +158,10 @@ class PaddleDevice:
         """A fresh event."""
         use(self.spec)
         return ImmediateEvent(self.counters) if self.host_visible else PaddleEvent(self)
+
+    def bind_kernel(self, kernel: Kernel) -> NumpyProvider:
+        """The provider of a kernel in NumPy, on a place whose memory the host sees."""
+        return EagerProvider(kernel, lambda _, work: work(), self.counters)
 
     # -- memory ------------------------------------------------------------------------------------
     def empty(self, name: str, shape: Sequence[int], dtype: str) -> PaddleBuffer:

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -22,17 +21,16 @@ from paddle.base import core
 
 from polydraft.backend import Collectives
 from polydraft.contracts import COLLECTIVES
-from polydraft.contracts.base import Limits
 from polydraft.environment import dictating
 from polydraft.ranks import Group, Note
 from polydraft.ranks.exchange import KINDS
-from polydraft.ranks.kernels import kernels as in_host_memory
+from polydraft.reference.table import collectives as in_host_memory
 from polydraft_paddle.companions import collectives_of
 from polydraft_paddle.device import PaddleDevice
 from polydraft_paddle.device_name import take_apart
 from polydraft_paddle.installation import first_line
 from polydraft_paddle.ops import Tensor
-from polydraft_paddle.provider import FAILURES, Kernel, PaddleProvider, Run
+from polydraft_paddle.provider import FAILURES, PaddleProvider
 
 PROCESS_GROUPS: Final = {"gpu": "ProcessGroupNCCL", "xpu": "ProcessGroupBKCL"}
 """Of kinds of place that Paddle knows by itself."""
@@ -145,23 +143,12 @@ def _made(spec: str, store: Any, rank: int, size: int, number: int) -> Any:
         return core.ProcessGroupCustom.create(store, kind, rank, size, number)
 
 
-def _over_arrays(kernel: Callable[[Any, Limits], Run]) -> Kernel:
-    """A kernel in NumPy, over the memory of tensors on the host."""
-
-    def bind(a: Any, limits: Limits) -> Run:
-        arrays = {name: np.from_dlpack(value) if hasattr(value, "data_ptr") else value for name, value in vars(a).items()}
-        return kernel(SimpleNamespace(**arrays), limits)
-
-    return bind
-
-
 def collectives(device: PaddleDevice, group: Group) -> Collectives:
     """All of them, on one device. Nothing is exchanged yet."""
     from polydraft_paddle.kernels.collectives import kernels
 
     if device.host_visible:
-        found = {name: _over_arrays(kernel) for name, kernel in in_host_memory(group).items()}
-    else:
-        found = dict(kernels(MeetingPlace(device, group)))
+        return in_host_memory(device, group)
+    found = kernels(MeetingPlace(device, group))
     providers = {name: PaddleProvider(kernel, device.counters, device.spec) for name, kernel in found.items()}
     return Collectives(providers, {name: COLLECTIVES[name].version for name in providers})

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from polydraft.backend import Cache, CacheSpec, Weight
 from polydraft.contracts.base import Provider
@@ -16,6 +16,9 @@ from polydraft_paddle.cache import BEHIND, FRONT, PaddleCache
 from polydraft_paddle.kernels.kv_quant import QuantisedCache, words
 from polydraft_paddle.ops import Tensor, refresh
 from polydraft_paddle.provider import Kernel, PaddleProvider, refused
+
+if TYPE_CHECKING:
+    from polydraft_paddle.device import PaddleDevice
 
 PADDLE_DTYPES = {"i32": "int32", "u32": "int32", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
 """Dtype names of the seam as Paddle's; it has no uint32, so the bits of u32 travel as int32."""
@@ -39,26 +42,31 @@ class PaddleWeight:
         return _size(self.tensor)
 
 
-def kernels(*, host_visible: bool) -> dict[str, Kernel]:
-    """Contract (or composite) name to kernel; those of `host` where the host sees the device's memory."""
+def providers_of(device: PaddleDevice) -> dict[str, Provider]:
+    """Contract (or composite) name to provider. Where the host sees the device's memory, kernels of `host` replace portable ones,
+    and state kernels are the reference's over the same memory: one call of Paddle takes as long as all that they do."""
+    from polydraft.reference import state_kernels
     from polydraft_paddle.kernels import experts, host, host_attention, logprobs, numeric, processing, rejection, state
 
-    modules = state, numeric, experts, processing, rejection, logprobs
-    portable = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
-    return {**portable, **host.KERNELS, **host_attention.KERNELS, **experts.HOST} if host_visible else portable
+    modules = numeric, experts, processing, rejection, logprobs
+    chosen: dict[str, Kernel] = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
+    found: dict[str, Provider] = {}
+    if device.host_visible:
+        found.update({name: device.bind_kernel(kernel) for name, kernel in state_kernels.KERNELS.items()})
+        chosen = {**chosen, **host.KERNELS, **host_attention.KERNELS, **experts.HOST}
+    else:
+        chosen = {**state.KERNELS, **chosen}
+    return found | {name: PaddleProvider(kernel, device.counters, device.spec) for name, kernel in chosen.items()}
 
 
 class PaddleTable:
     """The `KernelTable` of every Paddle place."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: PaddleDevice) -> None:
         from polydraft.contracts import COMPOSITES, REGISTRY
 
-        chosen = kernels(host_visible=device.host_visible)
-        self.providers: Mapping[str, Provider] = {
-            name: PaddleProvider(k, device.counters, device.spec) for name, k in chosen.items()
-        }
-        self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in chosen}
+        self.providers: Mapping[str, Provider] = providers_of(device)
+        self.versions: Mapping[str, int] = {n: 1 if n in COMPOSITES else REGISTRY[n].version for n in self.providers}
         self._device = device
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:

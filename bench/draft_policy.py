@@ -127,10 +127,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def about(rows: list[dict[str, Any]]) -> str:
     """What the table says, before it."""
-    turns = sorted({row["repeats"] for row in rows})
-    many = f"{turns[0]}" if len(turns) == 1 else f"{turns[0]} to {turns[-1]}"
-    builds = rows[0]["builds"]
-    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, median of {many} turns of {builds} builds."
+
+    def span(what: str) -> str:
+        found = sorted({row[what] for row in rows})
+        return " to ".join(map(str, dict.fromkeys((found[0], found[-1]))))
+
+    turns = f"median of {span('repeats')} turns of {span('builds')} builds"
+    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, {turns}."
 
 
 def main() -> None:

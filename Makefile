@@ -6,6 +6,8 @@ PROMPT ?= def fibonacci(n):
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Of the packages of some targets a run imports a tenth: Python compiles those then, and pip need not compile all.
+INSTALL := $(PIP) install --no-compile
 
 # One stamp for each set of installed packages: repeated runs install nothing, a changed pyproject.toml installs again.
 CORE   := $(VENV)/.installed-core
@@ -79,7 +81,7 @@ clean:  ## remove .venv, build products and caches
 
 $(CORE): $(SOURCE) | $(BIN)/python
 	@echo "installing polydraft into $(VENV)" >&2
-	@$(PIP) install --editable .
+	@$(INSTALL) --editable .
 	@touch $@
 
 # The file that names Intel's runtime to the loader in pyopencl's wheel; its own names a folder of its maker.
@@ -91,21 +93,21 @@ folder.mkdir(exist_ok=True)
 endef
 export REGISTER_OPENCL
 
+# At once where there is Paddle, since each installation compiles the kernels of the CPU backend.
 $(TEST): $(SOURCE) $(EMULATED) | $(BIN)/python
 	@echo "installing polydraft with its test extra into $(VENV); PyTorch is a large download" >&2
-	@$(PIP) install --editable '.[test]'
-	@$(PIP) install --no-deps --editable plugins/emulator
-	@$(PIP) install pyopencl intel-opencl-rt intel-cmplr-lib-rt >/dev/null 2>&1 && $(BIN)/python -c "$$REGISTER_OPENCL" \
+	@$(INSTALL) --editable '.[test,paddle]' 'setuptools>=77' wheel 2>/dev/null || $(INSTALL) --editable '.[test]'
+	@$(INSTALL) --no-deps --editable plugins/emulator
+	@$(INSTALL) pyopencl intel-opencl-rt intel-cmplr-lib-rt >/dev/null 2>&1 && $(BIN)/python -c "$$REGISTER_OPENCL" \
 	    || echo "OpenCL on the CPU (wheels for x86-64 alone) could not be installed; tests of its backend will be skipped" >&2
-	@$(PIP) install --editable '.[paddle]' 'setuptools>=77' wheel \
-	    && $(PIP) install --no-deps --no-build-isolation plugins/paddle-emu-device >/dev/null 2>&1 \
+	@$(INSTALL) --no-deps --no-build-isolation plugins/paddle-emu-device >/dev/null 2>&1 \
 	    || echo "Paddle or its emulated device (which needs a C++ compiler) could not be installed; their tests will be skipped" >&2
 	@rm -rf plugins/paddle-emu-device/build
 	@touch $(CORE) $@
 
 $(DEV): $(SOURCE) | $(BIN)/python
 	@echo "installing polydraft with its dev extra into $(VENV)" >&2
-	@$(PIP) install --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
 	@touch $(CORE) $@
 
 # pip 21.3 was the first with editable installs from pyproject.toml alone, and interpreters exist that bring an older one.

@@ -4,6 +4,8 @@ The library is no extension module: it needs no header of Python, and one build 
 be built, installation goes on without it, and the backend says why it is not available.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -34,6 +36,15 @@ class BuildKernels(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         note = library.with_name(NOTE)
         note.unlink(missing_ok=True)
+        one_after_the_other = self.compiler.compile
+
+        def at_once(sources, **options):
+            """Compile each source in a process of its own, as many as there are processors at a time."""
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                found = list(pool.map(lambda source: one_after_the_other([source], **options), sources))
+            return [made for each in found for made in each]
+
+        self.compiler.compile = at_once
         try:
             super().build_extension(ext)
         except Exception as error:  # noqa: BLE001  whatever a compiler's absence looks like

@@ -113,6 +113,18 @@ def test_drafts_behind_new_rows_are_those_behind_the_old(by: str, proposer: str)
     served_by.close()
 
 
+@pytest.mark.parametrize(
+    "options", [{"overlap": 0}, {"overlap": 1}, {"overlap": 1, "graph": "decode", "graph_sizes": (1, 3)}], ids=str
+)
+def test_drafts_that_nobody_looks_at_are_no_hazard(options: dict[str, Any]) -> None:
+    """A share of the rounds is checked; the drafts of the others are copied up as well, and overwritten unread."""
+    memory: dict[str, Any] = {"max_num_seqs": 3, "block_size": 4}
+    served_by = engine(MODEL, device="lazy-1", draft_tokens=3, sanitize=True, check_draft_state=0.2, **memory, **options)
+    drive(served_by, ASKS)
+    assert checks(served_by)[0] > 1
+    served_by.close()  # which raises for hazards
+
+
 @needs_kernels
 @pytest.mark.parametrize("options", [{"invariant": True}, {"invariant": False, "graph": "decode"}], ids=["invariant", "graphs"])
 def test_on_compiled_kernels(options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from polydraft.conformance.report import Selection, conform
 from tests.support.depth import among
-from tests.support.paddle import forked_command, needs_device, needs_graphs, polydraft, script
+from tests.support.paddle import forked_command, needs_device, needs_graphs, needs_paddle, polydraft, script
 from tests.support.plugin_doubles import backend as double
 
 PROMPT = "def fibonacci(n):"
@@ -149,6 +149,13 @@ def test_which_black_list_counts_where(monkeypatch: pytest.MonkeyPatch, spec: st
 
 
 # -- asking --------------------------------------------------------------------------------------------
+@needs_paddle
+def test_a_probe_that_cannot_be_made_is_no_success():
+    run = forked_command("doctor", "--probe", "paddle=mychip:0", "--json")
+    assert run.returncode == 1, run.stderr
+    assert "Paddle has no device 'mychip:0'" in json.loads(run.stdout)["probe"]["problem"]
+
+
 @needs_device
 @pytest.mark.deep
 def test_doctor_lists_what_leaves_the_device_by_contract(monkeypatch: pytest.MonkeyPatch):

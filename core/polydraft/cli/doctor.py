@@ -38,14 +38,14 @@ Examples:
 def command(kernels: tuple[str, ...], probe: str, no_color: bool, as_json: bool) -> int:
     """Show every installed backend: what it is, whether it can run here, and which contracts it implements.
 
-    The status is 0 also when a backend is broken or not available.
+    The status is 0 also when a backend is broken or not available, and 1 when a probe was asked for that could not be made.
     """
     report = examine(kernels, probe)
     if as_json:
         click.echo(json.dumps(report))
     else:
         _show(report, color=not no_color)
-    return 0
+    return 1 if report["probe"] and report["probe"]["problem"] else 0
 
 
 def examine(packs: Sequence[str] = (), probe: str = "") -> dict[str, Any]:

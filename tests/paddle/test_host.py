@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "backends" / "paddle"))
 from polydraft_paddle import threads
 
-from tests.support.paddle import forked, needs_paddle
+from tests.support.paddle import forked, needs_device, needs_paddle
 
 LAYOUTS = '''
 import numpy as np
@@ -173,6 +173,14 @@ print([type(providers[name]).__name__ for name in ("scatter", "advance_draft", "
 def test_state_kernels_are_the_references_over_the_memory_of_tensors():
     run = forked(SHARED)
     assert run.stdout == "['EagerProvider', 'EagerProvider', 'PaddleProvider']\n", run.stderr[-3000:]
+
+
+@needs_device
+def test_no_kernel_in_numpy_is_bound_where_the_host_does_not_see_the_memory():
+    """Kernel packs look for `bind_kernel`, and leave a device without it alone (docs/plugins.md)."""
+    code = "from polydraft_paddle import open_place; from polydraft.backend import DeviceOptions\n"
+    run = forked(code + "print([hasattr(open_place(spec, DeviceOptions()), 'bind_kernel') for spec in ('cpu', 'polyemu:0')])")
+    assert run.stdout.endswith("[True, False]\n"), run.stdout + run.stderr[-3000:]
 
 
 @needs_paddle

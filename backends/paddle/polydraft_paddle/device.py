@@ -7,6 +7,7 @@ compute stream, which all devices of the place share and which `place.py` makes 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,6 +112,9 @@ class PaddleEvent:
 class PaddleDevice:
     """One Paddle place."""
 
+    bind_kernel: Callable[[Kernel], NumpyProvider]
+    """The provider of a kernel in NumPy: there on a place whose memory the host sees, and on no other."""
+
     def __init__(self, spec: str, *, dtype: str = "f32") -> None:
         self.spec, self.dtype = spec, dtype
         self.host_visible = spec == "cpu"
@@ -138,6 +142,7 @@ class PaddleDevice:
         if self.host_visible:
             threads.one()
             self.stream: Any = ImmediateStream()
+            self.bind_kernel = functools.partial(EagerProvider, enqueue=lambda _, work: work(), counters=self.counters)
         else:
             with refused(spec):
                 self.stream = PaddleStream(compute_stream(spec))
@@ -158,10 +163,6 @@ class PaddleDevice:
         """A fresh event."""
         use(self.spec)
         return ImmediateEvent(self.counters) if self.host_visible else PaddleEvent(self)
-
-    def bind_kernel(self, kernel: Kernel) -> NumpyProvider:
-        """The provider of a kernel in NumPy, on a place whose memory the host sees."""
-        return EagerProvider(kernel, lambda _, work: work(), self.counters)
 
     # -- memory ------------------------------------------------------------------------------------
     def empty(self, name: str, shape: Sequence[int], dtype: str) -> PaddleBuffer:

@@ -6,7 +6,7 @@ PROMPT ?= def fibonacci(n):
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Of the packages of some targets a run imports a tenth: Python compiles those then, and pip need not compile all.
+# Most modules of what is installed are never imported: Python compiles the others when they are, and pip need not compile all.
 INSTALL := $(PIP) install --no-compile
 
 # One stamp for each set of installed packages: repeated runs install nothing, a changed pyproject.toml installs again.

@@ -43,16 +43,14 @@ from polydraft.host.text_check import TextCheck
 from polydraft.host.totals import EngineTotals
 from polydraft.instruments.base import Instrument, Instruments, Setting
 from polydraft.instruments.sanitize import Hazard, Sanitizer
+from polydraft.loading import Loading, unheard
 from polydraft.models.block import Block, lacking
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.families import FamilyRegistry
 from polydraft.models.memory_checkpoint import WeightSource
 from polydraft.models.ranks import in_leaves, largest_message, of_ranks
 from polydraft.models.tokenizer import Tokenizer
-from polydraft.models.weights import (
-    Loading,
-    read_ahead,
-)
+from polydraft.models.weights import read_ahead
 from polydraft.output.engine_outputs import EngineOutputs, OutputCollector
 from polydraft.output.output_processor import OutputProcessor
 from polydraft.output.request_output import RequestOutput
@@ -104,7 +102,7 @@ class Engine:
         features: Sequence[FeatureFactory] = (),
         instruments: Sequence[Instrument] = (),
         draft_policy: DraftPolicy | None = None,
-        loading: Loading = lambda done, total: None,
+        loading: Loading = unheard,
         group: Group | None = None,
     ) -> None:
         """Build everything; errors come in this order: plugin, checkpoint header, negotiation, device, weights.
@@ -113,8 +111,8 @@ class Engine:
         replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
         chooses how many drafts each step makes; without one, every step makes the maximum, or as many as pay (`auto:K`).
         `instruments` observe the run, in addition to those of plugins; the hazard checker is added if the configuration asks for
-        it. `loading(done, total)` is called while weights are loaded, with bytes. `group` is given to the engines of ranks beside
-        rank 0, which plan nothing: their steps are launched by `polydraft.host.followers`."""
+        it. `loading` is told how far it is with weights and graphs (`polydraft.loading`). `group` is given to the engines of
+        ranks beside rank 0, which plan nothing: their steps are launched by `polydraft.host.followers`."""
         self.config = EngineConfig() if config is None else config
         _check_built_from(self.config, checkpoint, features, instruments, loading)
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
@@ -261,7 +259,7 @@ class Engine:
         if self.resolved.graph != "off":
             policy = GraphPolicy(self.resolved.graph, self.resolved.graph_sizes)
             uncapturable = self.table.uncapturable.union(self.info.capabilities.uncapturable)
-            self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable, self._everywhere)
+            self.runner.capture(policy, self.plugins.graph_capture(self.device), uncapturable, self._everywhere, loading)
         drafts = self.resolved.limits.num_drafts
         if drafts and isinstance(self.draft_policy, AdaptiveDrafts) and self.group is None and not self.runner.inputs.always:
             rehearsal = Rehearsal(self.draft_policy.times, self.draft_policy.clock)
@@ -1043,7 +1041,7 @@ def _check_built_from(config: object, checkpoint: object, features: object, inst
         ("checkpoint", checkpoint, isinstance(checkpoint, (Checkpoint, NoneType)), "an open Checkpoint; a directory is a model"),
         ("features", features, listed, "a list of classes of host inputs"),
         ("instruments", instruments, isinstance(instruments, Sequence), "a list of instruments"),
-        ("loading", loading, callable(loading), "a function of bytes done and of bytes in all"),
+        ("loading", loading, callable(loading), "a function of a stage, how much of it is done, and of how much"),
     ):
         if not fits:
             raise ConfigError(f"{name} is {given!r}, wanted {what}; correct the call")

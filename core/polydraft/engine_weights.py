@@ -20,6 +20,7 @@ from polydraft.contracts.packing import Matrix, unpacked
 from polydraft.device import Array, Device
 from polydraft.errors import CapabilityError, CheckpointError, PolydraftError
 from polydraft.host.device_memory import check_weights
+from polydraft.loading import Loading
 from polydraft.models.block import PACKED_ROLES, Role
 from polydraft.models.checkpoint import Checkpoint, Weights, load_weights
 from polydraft.models.description import ModelDescription
@@ -31,7 +32,6 @@ from polydraft.models.weights import (
     DRAFT_HEAD,
     AsStored,
     InLeaves,
-    Loading,
     PackedAtLoad,
     Taken,
     Update,

@@ -20,9 +20,9 @@ from polydraft.engine import Engine, Running, SleepLevel
 from polydraft.errors import ConfigError, RequestError
 from polydraft.instruments.base import Instrument
 from polydraft.interrupt import noted_interrupts
+from polydraft.loading import Loading, unheard
 from polydraft.models.checkpoint import Checkpoint
 from polydraft.models.memory_checkpoint import WeightSource
-from polydraft.models.weights import Loading
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
 
@@ -32,8 +32,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`; an unknown one is an error. `checkpoint` stands in
     for a directory where a model is something else, such as a layer of a framework; `instruments` look at what it runs, and
-    `loading(done, total)` is called while weights are loaded, with bytes. Several threads may call it, unlike an `Engine`: their
-    requests are generated beside each other, and each thread takes steps in turn.
+    `loading` is told how far it is with weights and graphs (`polydraft.loading`). Several threads may call it, unlike an
+    `Engine`: their requests are generated beside each other, and each thread takes steps in turn.
 
     >>> llm = LLM(draft_tokens=3)
     >>> [out.finish_reason for out in llm.generate(["def f(x):"], SamplingParams(max_new_tokens=4))]
@@ -47,7 +47,7 @@ class LLM:
         plugin: object | None = None,
         checkpoint: Checkpoint | None = None,
         instruments: Sequence[Instrument] = (),
-        loading: Loading = lambda done, total: None,
+        loading: Loading = unheard,
         **options: Any,
     ) -> None:
         if config is not None and (options or not isinstance(config, EngineConfig)):

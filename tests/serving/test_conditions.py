@@ -83,6 +83,29 @@ def wait_for_another(served: Served, before: int) -> int:
     return worker(served)
 
 
+SLOW_LOADING = """
+from polydraft import loading
+from polydraft.hooks import hookimpl
+
+loading.INTERVAL_S = 0.0  # as if every tensor and every size of step took ten seconds
+
+
+@hookimpl
+def polydraft_instruments():
+    return ()
+"""
+
+
+def test_the_log_says_how_far_a_slow_engine_is_that_is_built(serve: Callable[..., Served], tmp_path: Path) -> None:
+    plugin = tmp_path / "slow_loading.py"
+    plugin.write_text(SLOW_LOADING)
+    served = serve("--plugin", str(plugin), "--device", "queued")
+    told = [event for event in served.events() if event["event"] == "loading"]
+    assert {event["stage"] for event in told} == {"weights", "graphs"}
+    for last in (told[-1], [event for event in told if event["stage"] == "weights"][-1]):
+        assert last["done"] == last["total"] > 1
+
+
 def test_a_server_tells_what_it_does_while_it_starts_and_drains(serve: Callable[..., Served]) -> None:
     served = serve(wait=False)
     served.listens()

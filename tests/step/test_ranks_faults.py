@@ -27,6 +27,7 @@ from polydraft.conformance.target import wrap
 from polydraft.errors import CapabilityError, ConfigError, DeviceError
 from polydraft.host.followers import SHARED, WORKER, ProcessChannel
 from polydraft.instruments.base import Instrument
+from polydraft.loading import Loading
 from polydraft.plugins.default_backend import default_backend
 from polydraft.program.plan_bytes import PlanReader
 from polydraft.ranks import Exchange, Group, exchange
@@ -574,9 +575,9 @@ def test_ranks_capture_what_fits_on_all_of_them(monkeypatch: pytest.MonkeyPatch)
 
     capture_all = CapturedSteps.capture_all
 
-    def kept(self: CapturedSteps, programs: Any) -> None:
+    def kept(self: CapturedSteps, programs: Any, loading: Loading) -> None:
         captured[threading.current_thread().name] = self
-        capture_all(self, programs)
+        capture_all(self, programs, loading)
 
     monkeypatch.setattr(QueuedDevice, "free_memory", free_memory, raising=False)
     monkeypatch.setattr(CapturedSteps, "capture_all", kept)

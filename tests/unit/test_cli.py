@@ -906,6 +906,46 @@ def test_several_texts_on_a_terminal(tmp_path: Path):
         assert f"\n{output.text}\n" in COLOR.sub("", sent)
 
 
+SLOW = "import polydraft.loading as loading; loading.INTERVAL_S = 0.0\n"
+"""As if every tensor and every size of step took ten seconds."""
+CAPTURED = (
+    "generate",
+    DEMO_PROMPT,
+    "--backend",
+    "reference",
+    "--device",
+    "queued",
+    "--max-num-seqs",
+    "2",
+    "--max-new-tokens",
+    "2",
+)
+
+
+def test_a_pipe_is_told_how_far_a_slow_engine_is_that_is_built(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CI", raising=False)
+
+    def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command, settings = [sys.executable, "-c", program, *CAPTURED], environment(**variables)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=settings, check=True)
+
+    done = run(SLOW + PROGRAM)
+    first, *_, loaded, begun, one, two = done.stderr.splitlines()
+    assert re.fullmatch(r"polydraft: \d+ of \d+ MiB of weights loaded", first)
+    assert re.fullmatch(r"polydraft: (\d+) of \1 MiB of weights loaded", loaded)
+    assert (begun, one, two) == tuple(f"polydraft: {n} of 2 sizes of steps captured as graphs" for n in (0, 1, 2))
+    assert "2 tokens | " in done.stdout
+    assert run(SLOW + PROGRAM, CI="true").stderr == run(PROGRAM).stderr == ""
+
+
+def test_a_terminal_is_shown_how_far_an_engine_is_that_is_built():
+    status, sent = terminal(*CAPTURED, CI="")
+    assert status == 0
+    shown = CONTROL.sub("", COLOR.sub("", sent))
+    assert shown.index("loading the demo model") < shown.index("capturing steps of all sizes") < shown.index("accepted draft")
+    assert "2/2" in shown
+
+
 def test_generated_text_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     from polydraft.cli.show import Screen
 

@@ -115,7 +115,10 @@ def greedy(parts: dict[Any, Program]) -> Any:
 
 def test_buckets_are_captured_largest_first_after_two_eager_runs() -> None:
     log = Log()
-    steps(log, GraphPolicy("decode", (1, 2))).capture_all(greedy({"target": log.program("a"), "draft": log.program("b")}))
+    told: list[tuple[str, int, int]] = []
+    parts = {"target": log.program("a"), "draft": log.program("b")}
+    steps(log, GraphPolicy("decode", (1, 2))).capture_all(greedy(parts), lambda *how_far: told.append(how_far))
+    assert told == [("graphs", 0, 2), ("graphs", 1, 2), ("graphs", 2, 2)]
     one = ["a:{0}", "a:{0}", "sync", "capture", "+a:{0}", "b:{0}", "b:{0}", "sync", "capture", "+b:{0}"]
     assert log.events == [e.format(2) for e in one] + [e.format(1) for e in one]
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from polydraft import environment
+from polydraft.loading import Loading, Stage, at_intervals, said, unheard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,18 +101,39 @@ def busy(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def loading(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on standard error how much of `what` is loaded, and how fast, by a function that is called with bytes so far and in
-    all."""
-    if not watched():
-        yield lambda done, total: None
+def loading(model: str) -> Iterator[Loading]:
+    """Show on standard error how far an engine is that is built with `model`, by a function for it to tell: bars on a terminal,
+    a line every ten seconds where that is a pipe, nothing in a CI system."""
+    if environment.is_ci():
+        yield unheard
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    if not watched():
+        yield at_intervals(lambda stage, done, total: click.echo(f"polydraft: {said(stage, done, total)}", err=True))
+        return
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"loading {what}", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    read = DownloadColumn(binary_units=True), TransferSpeedColumn()
+    weights, graphs = (
+        Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console(stderr=True), transient=True)
+        for columns in (read, (MofNCompleteColumn(),))
+    )
+    weights.add_task(f"loading {model}", total=None)
+    graphs.add_task("capturing steps of all sizes", total=None)
+    shown = weights
+
+    def told(stage: Stage, done: int, total: int) -> None:
+        nonlocal shown
+        if stage == "graphs" and shown is weights:
+            weights.stop()
+            graphs.start()
+            shown = graphs
+        shown.update(shown.task_ids[0], completed=done, total=total)
+
+    weights.start()
+    try:
+        yield told
+    finally:
+        shown.stop()
 
 
 class Progress:

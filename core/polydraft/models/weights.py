@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from polydraft.backend import Weight
 from polydraft.contracts.packing import Matrix, PackedWeight, Packing, pack, unpacked
 from polydraft.device import DTYPES, Array
 from polydraft.errors import CheckpointError
+from polydraft.loading import Loading, unheard
 from polydraft.models.block import PACKED_ROLES, Role, Tensor, laid_out
 from polydraft.models.checkpoint import Weights
 from polydraft.models.description import ModelDescription, block_weights
@@ -29,8 +30,6 @@ from polydraft.plugins.kernel_table import BoundTable
 
 Taken = Mapping[Role, Collection[str]]
 """The packings, by name, in which kernels take weights of a role."""
-Loading = Callable[[int, int], None]
-"""Called while weights are loaded, with the bytes that are on the device and those of all, in the dtype that is kept."""
 DRAFT_HEAD = "mtp.0.draft_head"
 """The rows of `lm_head` that score a reduced draft vocabulary."""
 
@@ -215,14 +214,14 @@ def prepare(
     *,
     dtype: str,
     taken: Taken = MappingProxyType({}),
-    loading: Loading = lambda done, total: None,
+    loading: Loading = unheard,
 ) -> dict[str, Weight]:
     """Prepare each tensor of `nbytes` once, dequantised where no kernel takes its packing. `loading` is told how far that is."""
     weights, done, total = {}, 0, sum(nbytes.values())
     for name, value in read_ahead(canonical, nbytes):
         weights[name] = table.prepare_weight(roles[name], _as_taken(value, taken.get(roles[name], ())), dtype)
         done += nbytes[name]
-        loading(done, total)
+        loading("weights", done, total)
     return weights
 
 

@@ -351,6 +351,8 @@ class EngineClient:
                 self._waiting[event.handle].put_nowait(
                     RequestError(event.error, event.param) if wrong else DeviceError(event.error)
                 )
+        elif isinstance(event, wire.Loading):
+            self._tell("loading", stage=event.stage, done=event.done, total=event.total)
         elif isinstance(event, wire.Ready):
             self.ready, self._ready_at = event, self._heard_at
             self._sleep(event.sleep_level)

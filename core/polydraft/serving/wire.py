@@ -12,7 +12,7 @@ import msgspec
 
 from polydraft.errors import RecordError
 
-VERSION = 7
+VERSION = 8
 Span = tuple[str, str, float, float]
 """Of a step's timeline: "host" or "device", what it was, its start and length in milliseconds of the engine's clock."""
 
@@ -80,6 +80,14 @@ class Parameter(msgspec.Struct, frozen=True):
     name: str
     doc: str
     wanted: str
+
+
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """How far the engine is that is being built (`polydraft.loading`)."""
+
+    stage: str
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -183,7 +191,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 
 
 Command = Start | Add | Abort | UpdateWeights | Sleep | WakeUp | AskStats | Stop
-Event = Ready | Unready | Outputs | Refused | Done | Stats
+Event = Loading | Ready | Unready | Outputs | Refused | Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 _commands, _events = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Event)
 

@@ -26,6 +26,7 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine, Running, SleepLevel
 from polydraft.errors import DeviceError, PolydraftError, RequestError
 from polydraft.instruments.trace import Trace
+from polydraft.loading import at_intervals
 from polydraft.models.tokenizer import Tokenizer
 from polydraft.output.engine_outputs import EngineOutputs
 from polydraft.output.output_processor import OutputProcessor
@@ -219,7 +220,8 @@ class Worker:
 
     def _start(self, command: wire.Start) -> None:
         try:
-            engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),))
+            told = at_intervals(lambda stage, done, total: self._sender.put(wire.Loading(stage, done, total)))
+            engine = Engine(EngineConfig.from_mapping(command.config), instruments=(Trace(calls="none"),), loading=told)
             parameters = engine.runner.processing.parameters.values()
             refuse_taken(one.name for one in parameters)
             if command.sleep_level:

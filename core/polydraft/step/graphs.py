@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 
 from polydraft.contracts.base import Limits
 from polydraft.device import Device, GraphCapture, Launch, Stream
+from polydraft.loading import Loading, unheard
 from polydraft.program.plan import StepPlan
 from polydraft.program.program import Lengths, Program, StepContext, lengths
 
@@ -141,12 +142,12 @@ class CapturedSteps:
     """By bucket: what is captured, the fewest drafts first."""
     _calls: dict[tuple[str, Piece, Shape], tuple[Callable[[Stream], None], ...]] = field(default_factory=dict)
 
-    def capture_all(self, programs: dict[str, dict[int, dict[Part, Program]]]) -> None:
+    def capture_all(self, programs: dict[str, dict[int, dict[Part, Program]]], loading: Loading = unheard) -> None:
         """Capture the parts of every kind of step, by the number of drafts that it makes, for every bucket: those of the most
         drafts first, and of them those of the largest bucket, so that later ones fit into the pool of the first.
 
         The launch order on the device must be empty. Called before the first step and after a weight update that moved an
-        address; earlier captures are dropped."""
+        address; earlier captures are dropped. `loading` is told before the first and after each shape."""
         self._calls.clear()
         self.counters.captured = 0
         rungs = sorted({rung for kind in programs.values() for rung in kind}, reverse=True)
@@ -154,9 +155,12 @@ class CapturedSteps:
         self._shapes = dict.fromkeys(self.policy.buckets, ())
         self.context.has_prefill = self.policy.mode == "prefill"
         try:
-            for shape in (Shape(bucket, rung) for rung in rungs for bucket in reversed(self.policy.buckets)):
+            shapes = [Shape(bucket, rung) for rung in rungs for bucket in reversed(self.policy.buckets)]
+            loading("graphs", 0, len(shapes))
+            for done, shape in enumerate(shapes, 1):
                 pieces = [(k, p, parts) for k, by in programs.items() for p, parts in self._pieces(by[shape.num_drafts]).items()]
                 self._capture_shape(shape, pieces, always=shape.num_drafts == rungs[0])
+                loading("graphs", done, len(shapes))
         finally:
             self.context.has_prefill = False
 

@@ -22,6 +22,7 @@ from polydraft.contracts.kv_quant import Kv
 from polydraft.contracts.layout import SNAPSHOT_TOKENS
 from polydraft.device import Array, Device, Event, GraphCapture, Staging, Stream
 from polydraft.errors import ConfigError
+from polydraft.loading import Loading, unheard
 from polydraft.models.block import Block, scratch_buffers
 from polydraft.models.decoder import Target
 from polydraft.models.description import ModelDescription
@@ -438,21 +439,23 @@ class Runner:
             self.capture(graphs.policy, graphs.capture, graphs.uncapturable, graphs.everywhere)
 
     def capture(
-        self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str], everywhere: Callable[[bool], bool] = bool
-    ) -> None:
+        self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str], everywhere: Callable[[bool], bool] = bool,
+        loading: Loading = unheard,
+    ) -> None:  # fmt: skip
         """Capture every step that `policy` replays, `everywhere` alike. Called before the first step, and again when an address
-        has changed."""
+        has changed. `loading` is told how far that is."""
         self.uploads.clear(self.device.stream)
         whole = policy.mode == "decode" and self._config.overlap > 0
         self.graphs = CapturedSteps(
             self.device, capture, policy, self.limits, self.context, uncapturable, whole, everywhere=everywhere
         )  # fmt: skip
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
-        self.graphs.capture_all({
+        by_kind = {
             name: {rung: {**programs, "draft": draft} for rung, draft in self.drafts[name].items()}
             for name, programs in self.programs.items()
             if name not in prompts
-        })  # fmt: skip
+        }
+        self.graphs.capture_all(by_kind, loading)
 
 
 def _declared(modules: Iterable[object], what: str) -> list[Any]:

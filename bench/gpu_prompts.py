@@ -25,7 +25,6 @@ from polydraft.config import EngineConfig
 from polydraft.engine import Engine
 
 ROOT = Path(__file__).resolve().parent
-FIGURES = "bench/results/cuda_prompts.json"
 BATCHED_TOKENS, NEW_TOKENS = 8192, 8
 
 

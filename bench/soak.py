@@ -27,7 +27,6 @@ from polydraft import LLM, Engine, SamplingParams
 from polydraft.bench import report
 from polydraft.output.request_output import RequestOutput
 
-ROOT = Path(__file__).parents[1]
 SLOTS, MODEL_LEN, BLOCKS, PROMPTS = 12, 384, 64, 64
 """A quarter of the blocks that all slots at full length would take: requests share beginnings, wait, and are preempted."""
 WAYS: tuple[dict[str, Any], ...] = (

@@ -71,7 +71,7 @@ chances = listed(float, "numbers between commas")
 @click.option("--invariant", is_flag=True, default=None, help="Row-invariant arithmetic.")
 @click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins.")
 @click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]")
-@click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated.")
+@click.option("--plugin", "plugins", multiple=True, metavar="NAME|FILE.py|MODULE", help="Load a plugin; may be repeated.")
 @click.option("--out", metavar="FILE", help="Write the result as JSON, too.")
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")
 @common

@@ -91,7 +91,11 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
 )
 @click.option("--waivers", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Known failures, as JSON.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="S", help="Seconds that one check may take."
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    metavar="S",
+    help="Seconds that one check may take.  [default: 120, 1800 with --deep]",
 )
 @click.option(
     "--out",

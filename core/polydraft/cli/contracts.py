@@ -49,7 +49,7 @@ Examples:
     "--plugin",
     "plugins",
     multiple=True,
-    metavar="FILE.py|MODULE",
+    metavar="NAME|FILE.py|MODULE",
     help="Load a plugin that brings some; may be repeated.",
 )
 @click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")

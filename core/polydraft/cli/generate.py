@@ -55,8 +55,15 @@ SAMPLING = (
 @click.option("--top-p", type=float, metavar="P", help="Sample from this probability mass.  [default: 1]")
 @click.option("--top-k", type=int, metavar="N", help="Sample from this many tokens, 0 is all.  [default: 0]")
 @click.option("--min-p", type=float, metavar="P", help="Least probability relative to the most likely token.  [default: 0]")
-@click.option("--presence-penalty", type=float, metavar="X", help="Off the logits of tokens in the text.  [default: 0]")
-@click.option("--frequency-penalty", type=float, metavar="X", help="Off them for each time they occur.  [default: 0]")
+@click.option(
+    "--presence-penalty",
+    type=float,
+    metavar="X",
+    help="Subtracted from the logit of each token that is in the text.  [default: 0]",
+)
+@click.option(
+    "--frequency-penalty", type=float, metavar="X", help="Subtracted from it for each time that the token occurs.  [default: 0]"
+)
 @click.option("--repetition-penalty", type=float, metavar="X", help="Divides logits of tokens in prompt or text.  [default: 1]")
 @click.option(
     "--logit-bias", type=token_bias, multiple=True, metavar="ID=X", help="Add X to the logit of token ID; may be repeated."

@@ -168,7 +168,7 @@ def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
         click.option("--invariant", **flag, help="Arithmetic that gives equal bits for every K, batch and chunk."),
         click.option("--kernels", type=names, metavar="PACK,...", help="Kernel packs to enable, first wins."),
         click.option("--variants", metavar="auto|off", help="Variants of its kernels that have passed here.  [default: auto]"),
-        click.option("--plugin", "plugins", multiple=True, metavar="FILE.py|MODULE", help="Load a plugin; may be repeated."),
+        click.option("--plugin", "plugins", multiple=True, metavar="NAME|FILE.py|MODULE", help="Load a plugin; may be repeated."),
         click.option("--allow-cpu-fallback", **flag, help="Run on the CPU what the device has no kernel for."),
         click.option(
             "--logprobs-mode",

@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from polydraft.proposers.base import ProposerContext
 
 Needs = Literal["none", "upper_bound_lengths", "previous_tokens", "exact_lengths"]
-NEEDS: tuple[Needs, ...] = get_args(Needs)
 MIDDLE: Needs = "previous_tokens"
 """What makes a step meet the host in its middle."""
 BLOCKING: Needs = "exact_lengths"

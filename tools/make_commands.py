@@ -1,4 +1,4 @@
-"""Writes docs/commands.md, the page of every command with its options, from the commands themselves.
+"""Writes docs/commands.md, the page of every command with its options, and of the environment variables, from the code.
 
     python tools/make_commands.py            writes it
     python tools/make_commands.py --check    says whether it is out of date, and ends with status 1 where it is
@@ -16,13 +16,14 @@ from pathlib import Path
 import click
 
 from polydraft.cli import COMMANDS
+from polydraft.environment import VARIABLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 MADE = "<!-- Made by tools/make_commands.py from the code; changes belong there. -->\n\n"
 
 
 def commands() -> str:
-    """Every command with its arguments and options."""
+    """Every command with its arguments and options, and the environment variables."""
     text = "# Commands\n\n" + MADE
     text += (
         "Every command takes `--json` (one object on standard output, of the schema that it names), `--debug` (tracebacks) and\n"
@@ -33,7 +34,9 @@ def commands() -> str:
         context = click.Context(command, info_name=f"polydraft {name}")
         text += f"\n## polydraft {name}\n\n{line}\n\n```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n\n"
         text += "| option | meaning |\n|---|---|\n" + "".join(_option(p, context) for p in command.params)
-    return text
+    text += "\n## Environment variables\n\n"
+    text += "None of them changes a token; an unknown one that begins with `POLYDRAFT_` is an error.\n\n"
+    return text + "| variable | effect |\n|---|---|\n" + "".join(f"| `{name}` | {said} |\n" for name, said in VARIABLES.items())
 
 
 def _option(parameter: click.Parameter, context: click.Context) -> str:

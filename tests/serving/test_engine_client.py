@@ -209,6 +209,74 @@ def test_weights_that_went_with_a_process_are_not_replaced_by_those_of_the_start
     ]
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_a_process_that_cannot_be_had_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+    """Such as where memory, processes or places for files have run out, which a restart may meet as well."""
+
+    def spawn(endpoints: Any) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def scene() -> None:
+        client = EngineClient({}, most=8, tell=lambda *given, **more: None)
+        monkeypatch.setattr(client, "_spawn", spawn)
+        client.state = "restarting" if served else client.state
+        try:
+            with pytest.raises(DeviceError, match=r"process could not be run.*Resource temporarily unavailable"):
+                await asyncio.wait_for(client.start(), 20)
+            assert client.state == "failed"
+        finally:
+            await client.stop()
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_be_told_to_a_process_is_a_reason_to_start_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        client = EngineClient({"model": "\udcff"}, most=8, tell=lambda *given, **more: None)
+        try:
+            with pytest.raises(DeviceError, match=r"process could not be run.*surrogates not allowed"):
+                await asyncio.wait_for(client.start(), 20)
+        finally:
+            await client.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_reads_is_not_given_up_for_what_came_while_the_loop_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that lies in the socket is there at once, behind a pause in which nobody could read."""
+    monkeypatch.setattr(module, "MOST_WAITING", 5)
+
+    class Socket:
+        """Has as many messages as were put there, without a wait."""
+
+        def __init__(self) -> None:
+            self.messages = [wire.encode(wire.Outputs(pack([delta(1, token)]))) for token in range(20)]
+
+        def recv(self) -> asyncio.Future[bytes]:
+            found: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            if self.messages:
+                found.set_result(self.messages.pop(0))
+            return found
+
+    async def scene() -> None:
+        client = EngineClient({}, most=8, tell=lambda *given, **more: None)
+
+        async def send(command: wire.Command) -> None:
+            assert not isinstance(command, wire.Abort)
+
+        monkeypatch.setattr(client, "_send", send)
+        client.state = "ready"
+        texts = client.generate([([1], {})], first_s=5)
+        first = asyncio.ensure_future(anext(texts))
+        await asyncio.sleep(0)
+        reader = asyncio.create_task(client._read(Socket()))  # type: ignore[arg-type]
+        got = [(await first)[1], *[(await anext(texts))[1] for _ in range(19)]]
+        reader.cancel()
+        assert [int(one.token_ids[0]) for one in got] == list(range(20))
+
+    asyncio.run(scene())
+
+
 def test_a_process_that_died_asleep_is_started_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import sys, zmq; from polydraft.serving import wire; context = zmq.Context(); "

@@ -239,35 +239,42 @@ class EngineClient:
         try:
             while self.state not in ("failed", "stopped"):
                 await self._one_life(context)
+        except Exception as error:  # a folder, a socket or a process that cannot be had, or what cannot be told to one
+            why = f"the engine's process could not be run: {error}"
+            self.dismiss(f"{why}; send the request to another server")
+            self._become("failed", f"{why}; start the server again once that is mended")
         finally:
             context.destroy(linger=0)
 
     async def _one_life(self, context: zmq.asyncio.Context) -> None:
+        begin = wire.encode(wire.Start(self._config, self._level))
         with tempfile.TemporaryDirectory(prefix="polydraft-") as folder:  # its mode keeps other users out
             endpoints = [f"ipc://{Path(folder) / name}" for name in ("commands", "events")]
             commands, events = (context.socket(zmq.PAIR) for _ in endpoints)
-            commands.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
-            commands.bind(endpoints[0])
-            events.bind(endpoints[1])
-            self._socket = commands
-            self._process = process = self._spawn(endpoints)
             try:
-                why = await self._attend(process, commands, events)
+                commands.setsockopt(zmq.SNDHWM, 0)  # bounded by admission
+                commands.bind(endpoints[0])
+                events.bind(endpoints[1])
+                self._socket = commands
+                self._process = process = self._spawn(endpoints)
+                try:
+                    why = await self._attend(process, commands, events, begin)
+                finally:
+                    process.kill()  # nothing where it has ended; else whoever waits for it in a thread would wait for ever
             finally:
-                process.kill()  # nothing where it has ended; else whoever waits for it in a thread would wait for ever
                 self._socket = None
                 commands.close(linger=0)
                 events.close(linger=0)
             self._after(why)
 
-    async def _attend(self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket) -> str:
-        """Talk to a process until it ends, or is ended; returns how that came."""
+    async def _attend(
+        self, process: subprocess.Popen[bytes], commands: zmq.asyncio.Socket, events: zmq.asyncio.Socket, begin: bytes
+    ) -> str:
+        """Talk to a process, `begin` first, until it ends, or is ended; returns how that came."""
         self._unanswered, self._failure = 0, ""
         death = asyncio.create_task(asyncio.to_thread(process.wait))
         reader, watchdog = asyncio.create_task(self._read(events)), asyncio.create_task(self._watch())
-        start = asyncio.ensure_future(
-            commands.send(wire.encode(wire.Start(self._config, self._level)))
-        )  # sent once it has connected
+        start = asyncio.ensure_future(commands.send(begin))  # sent once it has connected
         await asyncio.wait((death, reader, watchdog), return_when=asyncio.FIRST_COMPLETED)
         start.cancel()
         watchdog.cancel()
@@ -340,6 +347,7 @@ class EngineClient:
             except RecordError as error:
                 self._tell("engine_protocol", error=str(error))
                 return
+            await asyncio.sleep(0)  # whoever waits for this reads it before the next one, which may be there already
 
     def _take(self, event: wire.Event) -> None:
         self._unanswered, self._heard_at = 0, time.monotonic()

@@ -253,7 +253,7 @@ class Worker:
             engine.add(command.prompt_ids, params, id=str(command.handle), stream=True, compiled=False)
         except RequestError as error:
             self._sender.put(wire.Refused(command.handle, str(error), "client", error.param))
-        except DeviceError as error:
+        except (PolydraftError, OSError) as error:
             self._sender.put(wire.Refused(command.handle, str(error), "engine"))
 
     def _administer(self, engine: Engine, command: Change) -> None:

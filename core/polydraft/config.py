@@ -21,6 +21,8 @@ from polydraft.errors import ConfigError
 from polydraft.sampling_params import MAX_SEED
 
 AUTO = "auto"
+MOST_WHOLE = 2**31 - 1
+"""Of whole numbers that have no limit of their own: what counts on devices holds."""
 VERIFIERS = ("greedy", "coupled", "rejection")
 GRAPH_MODES = ("off", "decode", "prefill")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -229,9 +231,9 @@ class EngineConfig:
         value = getattr(self, name)
         if value == AUTO and name not in ("tensor_parallel", "max_num_seqs", "seed", "logprobs"):
             return
-        top = f" and at most {maximum}" if maximum is not None else ""
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < minimum or (maximum is not None and value > maximum):
+        whole, most = isinstance(value, int) and not isinstance(value, bool), MOST_WHOLE if maximum is None else maximum
+        top = f" and at most {most}" if maximum is not None or (whole and value > most) else ""
+        if not whole or not minimum <= value <= most:
             raise ConfigError(
                 f"{name} is {value!r}, wanted a whole number of at least {minimum}{top}; correct it or leave it out"
             )

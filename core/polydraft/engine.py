@@ -424,7 +424,7 @@ class Engine:
         if request.binding is not None and self._constraints is not None:
             try:
                 self._constraints.compile(request.binding, wait=compiled)
-            except RequestError:
+            except BaseException:  # Ctrl-C while it waits as well
                 request.binding.end()
                 raise
             request.binding.request = request

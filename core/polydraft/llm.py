@@ -127,11 +127,12 @@ class LLM:
             )
         ids: list[str] = []
         with self._in_turn():
+            others = set(self.engine.requests)
             try:
                 for prompt, own in zip(prompts, each, strict=True):
                     ids.append(self.engine.add(prompt, own, stream=stream))
-            except RequestError:
-                for request_id in ids:
+            except BaseException:  # Ctrl-C as well: what stays would be generated for nobody
+                for request_id in self.engine.requests.keys() - others:
                     self.engine.abort(request_id)
                 self._poll(deque())
                 raise
@@ -171,7 +172,7 @@ class LLM:
     def _interrupt(self, ids: set[str], mine: deque[RequestOutput]) -> Iterator[RequestOutput]:
         """End what is left with what it has."""
         with self._in_turn():
-            for request_id in sorted(ids):
+            for request_id in sorted(ids & set(self.engine.requests)):  # others have ended, and lie in `mine`
                 self.engine.abort(request_id)
             self._poll(mine)
         while mine:

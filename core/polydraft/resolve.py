@@ -25,6 +25,7 @@ from polydraft.models.ranks import LEAVES, has_experts, in_leaves, of_ranks, wit
 from polydraft.models.weights import packed_at_load
 from polydraft.program.caches import block_bytes, never_hit, slot_bytes
 from polydraft.program.host_inputs import BLOCKING, MIDDLE, Needs
+from polydraft.sampling.grammars import lacking
 from polydraft.sampling_params import MAX_STOP_TOKENS
 from polydraft.step.graphs import Mode, default_buckets
 
@@ -689,6 +690,8 @@ def _rest(n: _Negotiation, leaves: bool) -> None:
     end, forced = config.think_end_ids, config.think_forced_ids
     if forced and not (end and any(forced[i : i + len(end)] == end for i in range(len(forced)))):
         n.refuse(f"think_forced_ids {forced} do not end thinking, wanted think_end_ids {end} among them; correct one of them")
+    if config.constraints and (lack := lacking()):
+        n.refuse(f"--constraints: {lack}, or leave it out")
     bound = "grammars bind output where requests ask for it"
     n.choose("constraints", config.constraints, bound if config.constraints else "no output is bound")
     n.choose("seed", config.seed, "requests without a seed use it plus their number")

@@ -177,11 +177,13 @@ class SamplingParams:
             ("bad_words", all(map(word, self.bad_words)), "texts that are not empty, or lists of token ids of at least 0"),
             (
                 "min_tokens",
-                whole(self.min_tokens) and whole(self.max_new_tokens) and 0 <= self.min_tokens <= self.max_new_tokens,
-                f"a whole number from 0 to max_new_tokens, here {self.max_new_tokens}",
+                whole(self.min_tokens)
+                and whole(self.max_new_tokens)
+                and 0 <= self.min_tokens <= min(self.max_new_tokens, 2**31 - 1),
+                f"a whole number from 0 to max_new_tokens, here {self.max_new_tokens}, and at most 2**31 - 1",
             ),
             *(
-                (name, count is None or (whole(count) and count >= 0), "a whole number of at least 0, or nothing at all")
+                (name, count is None or (whole(count) and 0 <= count < 2**31), "a whole number from 0 to 2**31 - 1, or nothing")
                 for name, count in (
                     ("logprobs", self.logprobs),
                     ("prompt_logprobs", self.prompt_logprobs),

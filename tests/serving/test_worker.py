@@ -17,7 +17,7 @@ import zmq
 
 from polydraft import LLM, SamplingParams
 from polydraft.child_process import running
-from polydraft.errors import RecordError
+from polydraft.errors import CapabilityError, RecordError
 from polydraft.output.engine_outputs import EngineOutputs
 from polydraft.output.request_delta import RequestDelta, unpack
 from polydraft.serving import wire
@@ -179,6 +179,21 @@ def test_a_worker_whose_server_is_gone_before_it_begins_ends(tmp_path: Path) -> 
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("error", [CapabilityError("grammars need the package llguidance"), OSError(24, "Too many open files")])
+def test_a_request_that_the_engine_cannot_take_does_not_end_it(
+    other_end: Wire, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(other_end.worker._engine, "add", refuse)
+        other_end.tell(wire.Add(1, [5, 9], PARAMS))
+        assert other_end.read() == wire.Refused(1, str(error), "engine")
+    other_end.tell(wire.Add(2, [5, 9], PARAMS))
+    assert isinstance(other_end.read(), wire.Outputs), "others are served"
 
 
 def test_a_command_that_is_none_ends_the_worker(other_end: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

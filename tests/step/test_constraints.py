@@ -340,6 +340,14 @@ def test_a_grammar_is_taken_in_either_notation() -> None:
     assert [output.text for output in drive(served, asks)] == [plain("lark").text, plain("ebnf").text]
 
 
+def test_a_stream_may_be_left_once_its_engine_is_closed() -> None:
+    llm = LLM(backend="reference", constraints=True, draft_tokens=0)
+    stream = llm.stream("x = ", SamplingParams(max_new_tokens=20, constraint={"regex": "a+"}))
+    next(stream)
+    llm.close()
+    stream.close()  # type: ignore[attr-defined]
+
+
 # -- the end of a process -----------------------------------------------------------------------------------------------
 UNCLOSED = """
 from polydraft import LLM, SamplingParams

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, EngineConfig, RequestOutput, SamplingParams
-from polydraft.errors import ConfigError, DeviceError, RequestError
+from polydraft.errors import CapabilityError, ConfigError, DeviceError, RequestError
 from polydraft.host.request import Status
 from polydraft.instruments.base import Instrument
 from polydraft.program.points import Stage
@@ -530,6 +531,39 @@ def test_one_bad_prompt_runs_none():
         client.generate([PROMPTS[0], []], FREE)
     runs.come_to_rest(client.engine)
     assert client.engine.totals.steps == 0
+
+
+def test_a_call_that_breaks_off_while_it_adds_leaves_no_request(monkeypatch: pytest.MonkeyPatch):
+    """Neither Ctrl-C while prompts become tokens, nor what is no fault of a request."""
+    for error in (KeyboardInterrupt, CapabilityError):
+        client, added = llm(), list[str]()
+        add = client.engine.add
+
+        def add_some(*given: Any, add: Any = add, added: Any = added, error: Any = error, **more: Any) -> str:
+            added.append(add(*given, **more))
+            if len(added) == 3:
+                raise error("in the middle")
+            return str(added[-1])
+
+        stream = client.stream(PROMPTS[3], FREE)
+        first = next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(client.engine, "add", add_some)
+            with pytest.raises(error):
+                client.generate(PROMPTS[:4], FREE)
+        assert set(client.engine.requests) == {first.id}
+        assert {piece.id for piece in stream} == {first.id}
+        runs.come_to_rest(client.engine)
+
+
+def test_what_another_call_has_brought_is_not_lost_where_one_is_interrupted():
+    """Such as the end of a text, which an interrupt meets before it was handed on."""
+    client, mine = llm(), deque[RequestOutput]()
+    ids = client._add_all([list(prompt) for prompt in PROMPTS[:2]], FREE, mine, stream=False)
+    while client.engine.has_work:
+        client.engine.step()
+    client._poll(deque())
+    assert sorted(output.id for output in client._interrupt(set(ids), mine)) == ids
 
 
 def test_parameters_go_to_their_prompts():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polydraft import LLM, Engine, RequestOutput, SamplingParams
-from polydraft.errors import CapabilityError, CheckpointError
+from polydraft.errors import CapabilityError, CheckpointError, DeviceError
 from polydraft.host.request import Status
 from polydraft.reference.table import NumpyTable
 from tests.support import runs, tiny
@@ -102,6 +102,49 @@ def test_requests_that_run_short_of_blocks_finish_on_the_old_weights_too(device:
             model = tiny.moved(MODEL) if i == ids[3] else MODEL
             assert done[i].token_ids == runs.solo(model, 0, ask.prompt_ids, ask.params).token_ids, i
         engine.update_weights(tiny.checkpoint(MODEL))
+
+
+def test_a_request_that_was_preempted_behind_an_older_one_that_never_began_finishes_too(changed: Path) -> None:
+    """The older one waited for its grammar, say, while the younger one was served, and then for a slot."""
+    engine = runs.engine(MODEL, draft_tokens=0, max_num_seqs=1)
+    first, second = (engine.add(prompt, PARAMS) for prompt in PROMPTS[:2])
+    older = engine.requests[first]
+    engine.scheduler.leave(older)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.queue(older)
+    engine.scheduler.preempt_all()
+    engine.scheduler.admits = "none"
+    while engine.requests[second].status is not Status.WAITING:
+        engine.step()
+    assert engine.requests[second].begun
+    assert [request.id for request in engine.scheduler.waiting] == [first, second]
+    engine.update_weights(changed, running="finish")
+    assert older.status is Status.WAITING, "it has not begun"
+    done = drain(engine)
+    assert done[second].token_ids == texts(tiny.checkpoint(MODEL))[1]
+    assert done[first].token_ids == texts(changed)[0]
+
+
+def test_steps_go_on_without_graphs_where_they_cannot_be_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = runs.engine(MODEL, device="lazy-1", draft_tokens=3, graph="decode", max_num_seqs=4)
+    assert engine.runner.graphs is not None
+    capture, done = engine.runner.graphs.capture, []
+    whole = type(capture).capture
+
+    def fails_later(self: Any, stream: Any, fn: Any) -> Any:
+        done.append(stream)
+        if len(done) > 1:
+            raise DeviceError("no memory is left")
+        return whole(self, stream, fn)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(capture), "capture", fails_later)
+        with pytest.raises(DeviceError, match="no memory is left"):
+            engine.runner.rebind()
+    ids = [engine.add(p, PARAMS) for p in PROMPTS]
+    found = drain(engine)
+    assert [found[i].token_ids for i in ids] == texts(tiny.checkpoint(MODEL))
 
 
 @pytest.mark.parametrize("device", ["reference", "lazy-1"])

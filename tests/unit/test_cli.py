@@ -938,6 +938,12 @@ def test_a_pipe_is_told_how_far_a_slow_engine_is_that_is_built(monkeypatch: pyte
     assert run(SLOW + PROGRAM, CI="true").stderr == run(PROGRAM).stderr == ""
 
 
+def test_standard_error_may_be_closed():
+    command = ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", SLOW + PROGRAM, *CAPTURED]
+    closed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, env=environment(CI=""), check=True)
+    assert "2 tokens | " in closed.stdout
+
+
 def test_a_terminal_is_shown_how_far_an_engine_is_that_is_built():
     status, sent = terminal(*CAPTURED, CI="")
     assert status == 0

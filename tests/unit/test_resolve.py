@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_a_backend_without_sliding_windows_refuses_layers_that_have_them():
 
 def reason(resolved: Resolved, name: str) -> str:
     return next(d.reason for d in resolved.decisions if d.name == name)
+
+
+def test_grammars_are_refused_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CapabilityError, match="--constraints: grammars need the package llguidance; install it"):
+        run(constraints=True)
+    assert run().proposer == "mtp"
+
+
+def test_numbers_that_no_machine_counts_to_are_refused():
+    for name in ("num_blocks", "max_num_seqs", "max_batched_tokens", "draft_tokens"):
+        with pytest.raises(ConfigError, match=rf"^{name} is {10**20}, wanted a whole number .* and at most 2147483647; correct"):
+            EngineConfig(**{name: 10**20})  # type: ignore[arg-type]
 
 
 # -- decisions -------------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ def test_words_may_be_texts_or_ids():
         ({"min_tokens": -1}, "min_tokens is -1, wanted a whole number from 0 to max_new_tokens, here 128"),
         ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens is 9, wanted a whole number from 0 to max_new_tokens, here 8"),
         ({"min_tokens": 1, "max_new_tokens": "many"}, "max_new_tokens is 'many'"),
+        ({"min_tokens": 2**31, "max_new_tokens": 2**31}, r"min_tokens is 2147483648, .* and at most 2\*\*31 - 1"),
+        ({"thinking_limit": 10**10}, r"thinking_limit is 10000000000, wanted a whole number from 0 to 2\*\*31 - 1, or nothing"),
+        ({"reply_budget": 2**31}, "reply_budget is 2147483648, wanted a whole number from 0"),
+        ({"max_drafts": 2**31}, "max_drafts is 2147483648, wanted a whole number from 0"),
+        ({"logprobs": 2**31}, "logprobs is 2147483648, wanted a whole number from 0"),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -87,7 +87,7 @@ def console(*, color: bool = True, stderr: bool = False) -> Console:
 
 def watched() -> bool:
     """Whether somebody looks at standard error: a terminal that is not a CI system's."""
-    return sys.stderr.isatty() and not environment.is_ci()
+    return sys.stderr is not None and sys.stderr.isatty() and not environment.is_ci()
 
 
 @contextmanager
@@ -108,7 +108,12 @@ def loading(model: str) -> Iterator[Loading]:
         yield unheard
         return
     if not watched():
-        yield at_intervals(lambda stage, done, total: click.echo(f"polydraft: {said(stage, done, total)}", err=True))
+
+        def line(stage: Stage, done: int, total: int) -> None:
+            with suppress(OSError):  # nobody has to read it
+                click.echo(f"polydraft: {said(stage, done, total)}", err=True)
+
+        yield at_intervals(line)
         return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 

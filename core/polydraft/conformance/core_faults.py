@@ -181,7 +181,7 @@ def preempted_go_on_with_new_weights() -> Iterator[None]:
     quiesce = Engine._quiesce
 
     def hasty(self: Engine, running: Any, step: Any) -> None:
-        with mock.patch.object(Scheduler, "admissible", return_value=False):
+        with mock.patch.object(Scheduler, "admissible", return_value=None):
             quiesce(self, running, step)
 
     with mock.patch.object(Engine, "_quiesce", hasty):

@@ -199,23 +199,26 @@ class Scheduler:
             if budget <= 0:
                 return chunks, admitted
             budget -= self._take_chunk(slot, budget, chunks)
-        if not admit or not self.admissible() or self._preempting():
+        if not admit or self.admissible() is None or self._preempting():
             return chunks, admitted
         room = max_staged_tokens(self.limits)
-        while self.admissible() and budget > 0 and self.waiting[0].num_known <= room:
-            slot, request = t.free_slot(), self.waiting[0]
+        while budget > 0 and (request := self.admissible()) is not None and request.num_known <= room:
+            slot = t.free_slot()
             admission = None if slot is None else self._admit(slot, request)
             if slot is None or admission is None:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             room -= request.num_known
             admitted.append(admission)
             budget -= self._take_chunk(slot, budget, chunks)
         return chunks, admitted
 
-    def admissible(self) -> bool:
-        """Whether the oldest waiting request may be admitted. Requests that have begun are older than all others."""
-        return bool(self.waiting) and (self.admits == "all" or (self.admits == "begun" and self.waiting[0].begun))
+    def admissible(self) -> Request | None:
+        """The oldest waiting request that may be admitted. One that has begun may wait behind an older one that has not, for want
+        of its grammar or of room."""
+        if self.admits == "all":
+            return self.waiting[0] if self.waiting else None
+        return next((one for one in self.waiting if one.begun), None) if self.admits == "begun" else None
 
     def _preempting(self) -> bool:
         """Whether a preempted request is still draining. Its blocks are for the requests that it was preempted for."""

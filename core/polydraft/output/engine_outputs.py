@@ -91,9 +91,8 @@ class OutputCollector:
             self.slots.fresh[slot] = False
         if not request.params.stop:
             return False
-        self.slots.sync(request)
-        text = self._watched[request.number]
-        return text.push(request.token_ids[text.decoded :])
+        t, text = self.slots, self._watched[request.number]
+        return text.push(t.tokens[slot, t.prompt_len[slot] + text.decoded : t.num_known[slot]].tolist())
 
     def finish(self, request: Request) -> None:
         """A request ended, for whatever reason; a stop string cuts its tokens where the text ended."""

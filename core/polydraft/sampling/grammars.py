@@ -202,6 +202,13 @@ class Grammar:
 _NO_MASKS: Final = np.empty((0, 0), np.uint32)
 
 
+def lacking() -> str:
+    """Why there are no grammars here, as a sentence with the next step; "" where there are."""
+    if importlib.util.find_spec("llguidance") is None:
+        return "grammars need the package llguidance; install it: pip install 'polydraft[grammar]'"
+    return "" if hasattr(os, "fork") else "grammars need processes that fork, which this system has not; use Linux or macOS"
+
+
 class Grammars:
     """All grammars of an engine, and the fork server of their processes, which is started with the first of them."""
 
@@ -223,10 +230,8 @@ class Grammars:
 
     def bind(self, kind: str, text: str, thinking: Thinking | None, prompt: Sequence[int]) -> Binding:
         """A text that a grammar binds. Raises `CapabilityError` where there are no grammars here."""
-        if importlib.util.find_spec("llguidance") is None:
-            raise CapabilityError("grammars need the package llguidance; install it: pip install 'polydraft[grammar]'")
-        if not hasattr(os, "fork"):
-            raise CapabilityError("grammars need processes that fork, which this system has not; use Linux or macOS")
+        if lack := lacking():
+            raise CapabilityError(lack)
         grammar = self._grammars.pop((kind, text), None)
         if grammar is None:
             self._make_room()
@@ -276,9 +281,13 @@ class Grammars:
             self._close = weakref.finalize(self, _close, server, self._control, self._selector)
         return self._control
 
+    def _is_watched(self, grammar: Grammar) -> bool:
+        """Whether what it sends is read; of nothing once all are closed."""
+        return grammar.stream.fileno() in (self._selector.get_map() or ())
+
     def watch(self, grammar: Grammar, *, writing: bool) -> None:
         """Whether a grammar has something left to send."""
-        if grammar.stream.fileno() in self._selector.get_map():
+        if self._is_watched(grammar):
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
             self._selector.modify(grammar.stream, events)
 
@@ -308,7 +317,7 @@ class Grammars:
         self._grammars = {key: one for key, one in self._grammars.items() if one is not grammar}
         if grammar in self._waiting:
             self._waiting.remove(grammar)
-        if grammar.stream.fileno() in self._selector.get_map():
+        if self._is_watched(grammar):
             del self._streams[grammar.stream.fileno()]
             self._selector.unregister(grammar.stream)
         grammar.stream.close()

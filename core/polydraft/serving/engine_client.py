@@ -239,7 +239,7 @@ class EngineClient:
         try:
             while self.state not in ("failed", "stopped"):
                 await self._one_life(context)
-        except Exception as error:  # a folder, a socket or a process that cannot be had, or what cannot be told to one
+        except Exception as error:  # noqa: BLE001  a folder, a socket or a process that cannot be had, a start that cannot be told
             why = f"the engine's process could not be run: {error}"
             self.dismiss(f"{why}; send the request to another server")
             self._become("failed", f"{why}; start the server again once that is mended")

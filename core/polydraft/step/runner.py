@@ -435,18 +435,19 @@ class Runner:
         """Bind and capture every program again, because some weight has a new address."""
         self._build_programs()
         if self.graphs is not None:
-            graphs = self.graphs
-            self.capture(graphs.policy, graphs.capture, graphs.uncapturable, graphs.everywhere)
+            policy, capture, uncapturable = self.graphs.policy, self.graphs.capture, self.graphs.uncapturable
+            self.capture(policy, capture, uncapturable, self.graphs.everywhere)
 
     def capture(
         self, policy: GraphPolicy, capture: GraphCapture, uncapturable: frozenset[str], everywhere: Callable[[bool], bool] = bool,
         loading: Loading = unheard,
     ) -> None:  # fmt: skip
         """Capture every step that `policy` replays, `everywhere` alike. Called before the first step, and again when an address
-        has changed. `loading` is told how far that is."""
+        has changed. `loading` is told how far that is. Where it fails all steps run without graphs."""
         self.uploads.clear(self.device.stream)
         whole = policy.mode == "decode" and self._config.overlap > 0
-        self.graphs = CapturedSteps(
+        self.graphs = None  # what there was is of no use any more, and the new ones want its memory
+        graphs = CapturedSteps(
             self.device, capture, policy, self.limits, self.context, uncapturable, whole, everywhere=everywhere
         )  # fmt: skip
         prompts = {kind.name for kind in self._kinds.values() if kind.prompt}  # such steps are never replayed
@@ -455,7 +456,8 @@ class Runner:
             for name, programs in self.programs.items()
             if name not in prompts
         }
-        self.graphs.capture_all(by_kind, loading)
+        graphs.capture_all(by_kind, loading)
+        self.graphs = graphs
 
 
 def _declared(modules: Iterable[object], what: str) -> list[Any]:

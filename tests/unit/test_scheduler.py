@@ -55,6 +55,22 @@ def test_waiting_request_is_not_overtaken_by_a_smaller_one():
     assert loop.admitted == [0, 1, 2]
 
 
+def test_the_tokens_of_a_request_that_waits_for_blocks_are_laid_out_once():
+    loop = HostLoop(limits(num_blocks=10, max_len=40))
+    first, large = request(0, prompt=4, new=12), request(1, prompt=30, new=4)
+    loop.add(first, large)
+    seen = []
+    for _ in range(3):
+        loop.launch()
+        seen.append(loop.scheduler._tokens_of(large))
+    assert running(loop) == {0}
+    assert len({id(tokens) for tokens in seen}) == 1
+    assert seen[0].tolist() == list(large.prompt_ids)
+    loop.collect()
+    complete(loop, [first, large])
+    assert len(loop.scheduler._tokens_of(large)) == large.num_known > 30
+
+
 def test_decoding_comes_before_prefill_and_chunks_take_what_is_left():
     loop = HostLoop(limits(max_rows=10))
     decoding, prefilling, waiting = request(0, prompt=4), request(1, prompt=20), request(2, prompt=9)

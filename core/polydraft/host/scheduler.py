@@ -71,6 +71,8 @@ class Scheduler:
         """Number of further steps of the same slots that the granted blocks are sure to cover, if each step adds the largest
         window."""
         self._shuffle = np.random.default_rng(0)
+        self._asked: tuple[Request | None, Array] = None, np.empty(0, np.int32)
+        """The request whose place was last looked for, and its tokens."""
 
     # -- the plan ----------------------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
@@ -232,7 +234,7 @@ class Scheduler:
         It gets the blocks of its whole prefill and first window at once, so that a prefill cannot stall half-way. At least one
         row is always left to compute, since drafting starts from the hidden state of the last known token."""
         limits, ledger = self.limits, self.ledger
-        known = np.array((*request.prompt_ids, *request.token_ids), np.int32)
+        known = self._tokens_of(request)
         prefill_len = len(known) - 1 if request.token_ids else len(known)
         shares = ledger.shares and not request.recompute
         share = shares and request.params.prompt_logprobs is None  # shared rows have no logits
@@ -249,6 +251,15 @@ class Scheduler:
             ledger.keep_private(slot)  # steps without drafts leave the proposer's rows unwritten
         ledger.grant(np.array([slot]), np.array([rest]))
         return Admission(request, slot, int(self.slots.epoch[slot]), known, prefill_len, num_cached, ledger.granted(slot))
+
+    def _tokens_of(self, request: Request) -> Array:
+        """Prompt and text so far of a request that waits, [num_known] int32. Those of the last one are kept: where it lacks
+        room, it is asked for again in every plan."""
+        last, tokens = self._asked
+        if last is not request or len(tokens) != request.num_known:
+            tokens = np.array((*request.prompt_ids, *request.token_ids), np.int32)
+            self._asked = request, tokens
+        return tokens
 
     def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
         chunk = min(budget, int(self.slots.prefill_len[slot] - self.slots.prefill_planned[slot]))

@@ -250,7 +250,7 @@ def _constraint(given: Any) -> tuple[str, str] | None:
     if isinstance(value, str):
         return kind, value
     if (kind == "json_schema" and isinstance(value, Mapping)) or (kind == "json_object" and value is True):
-        return kind, json.dumps(value if kind == "json_schema" else {"type": "object"}, sort_keys=True)
+        return kind, json.dumps(value if kind == "json_schema" else {"type": "object"})  # properties are written in this order
     raise RequestError(
         f"the {kind} of constraint is {_shown(value)}, wanted a text, or a schema; correct the request", "constraint"
     )

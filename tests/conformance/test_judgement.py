@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -452,6 +453,12 @@ def test_reading_and_writing(tmp_path: Path):
     assert text.endswith("}\n")
     assert (tmp_path / "a" / "b" / "junit.xml").read_text().startswith("<?xml")
     assert "1 checks failed" in (tmp_path / "a" / "b" / "report.txt").read_text()
+
+
+def test_the_words_of_a_backend_do_not_break_the_xml(tmp_path: Path):
+    report(other(0, "error", message="\x1b[31mred\x1b[0m \x00 <&> \ufffe")).write(tmp_path)
+    (message,) = (one.get("message") for one in ElementTree.parse(tmp_path / "junit.xml").iter("error"))
+    assert message == "\ufffd[31mred\ufffd[0m \ufffd <&> \ufffd"
 
 
 def test_an_unfit_waiver_fails_what_would_hold():

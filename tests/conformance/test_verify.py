@@ -118,6 +118,14 @@ def test_what_is_no_report():
     assert verify({"schema": "polydraft.doctor/1"})
 
 
+@pytest.mark.parametrize("part", ["kit", "claim", "waivers", "verdict", "owners"])
+@pytest.mark.parametrize("value", [5, {"unknown": 1}, [3], None], ids=str)
+def test_what_is_malformed_is_no_fault_of_the_kit(part: str, value: Any):
+    content = {**copy.deepcopy(report()), part: value}
+    content["digest"] = digest_of(content)
+    assert verify(content)
+
+
 def test_an_edited_figure_shows_in_the_digest_alone():
     content = copy.deepcopy(report())
     content["backend"]["version"] = "2.0"

@@ -277,6 +277,22 @@ def test_a_client_that_reads_is_not_given_up_for_what_came_while_the_loop_was_bu
     asyncio.run(scene())
 
 
+def test_a_process_that_hangs_while_weights_are_replaced_is_ended_some_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        client = EngineClient({}, most=8, tell=lambda *given, **more: None, start_s=0.4, watchdog_s=0.1)
+
+        async def send(command: wire.Command) -> None:
+            """Nobody answers."""
+
+        monkeypatch.setattr(client, "_send", send)
+        client.state = "ready"
+        client._done[1] = asyncio.get_running_loop().create_future()
+        why = await asyncio.wait_for(client._watch(), 20)
+        assert why == "the engine's process said nothing for 0.4 seconds and was ended"
+
+    asyncio.run(scene())
+
+
 def test_a_process_that_died_asleep_is_started_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import sys, zmq; from polydraft.serving import wire; context = zmq.Context(); "

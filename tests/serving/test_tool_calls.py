@@ -95,6 +95,11 @@ TEXTS: tuple[tuple[str, str, str, list[tuple[str, str]]], ...] = (
     ("llama3_json", " plain {", " plain {", []),
     ("llama3_json", "<|python", "<|python", []),
     ("llama3_json", '{"name": 5}', '{"name": 5}', []),
+    ("llama3_json", '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),  # an answer: no tool is called so
+    ("llama3_json", '{"parameters": {"a": 1}, "name": "Bob"}', '{"parameters": {"a": 1}, "name": "Bob"}', []),
+    ("llama3_json", '{"name": "now"}', "", [("now", "{}")]),
+    ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>', "", [("now", "{}")]),
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": ""}\n</tool_call>', "", [("now", "{}")]),
 )  # fmt: skip
 
 

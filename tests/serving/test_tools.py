@@ -18,6 +18,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from llguidance.numpy import fill_next_token_bitmask  # noqa: E402  behind the check for the library
 
+from polydraft.errors import RequestError  # noqa: E402
 from polydraft.serving import protocol, tools  # noqa: E402
 from polydraft.serving.tool_calls import FORMS, CallReader  # noqa: E402
 
@@ -179,6 +180,29 @@ def test_a_required_call_leaves_no_answer_to_bind() -> None:
     body = request(tool_choice="required")
     free = grammar_of("hermes", body, special=False)
     assert grammar_of("hermes", msgspec.structs.replace(body, response_format=FORM), {"json_object": True}, special=False) == free
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"properties": [1]}, "the properties of tool 'odd' is [1], wanted an object"),
+        ({"properties": {"x": {}}, "required": 5}, "the required of tool 'odd' is 5, wanted a list of names"),
+        ({"properties": {"x": 5}}, "the schema of 'x' of tool 'odd' is 5, wanted an object or true"),
+        ({"properties": {"x": {"type": "string", "enum": 5}}}, "the enum of 'x' of tool 'odd' is 5, wanted a list of values"),
+        ({"properties": {"x": {"type": "string", "enum": []}}}, "the enum of 'x' of tool 'odd' is [], wanted a list of values"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_the_clients_fault(parameters: dict[str, Any], said: str) -> None:
+    body = request(tool_choice="required")
+    body.tools = [protocol.Tool("function", protocol.Function("odd", parameters=parameters))]
+    with pytest.raises(RequestError, match=f"^{re.escape(said)}; correct the request$"):
+        grammar_of("glm45", body, special=False)
+
+
+def test_a_property_may_be_anything() -> None:
+    body = request(tool_choice="required")
+    body.tools = [protocol.Tool("function", protocol.Function("odd", parameters={"properties": {"x": True}, "required": ["x"]}))]
+    assert "<arg_key>x</arg_key>" in walk("glm45", grammar_of("glm45", body, special=False), 0, special=False)
 
 
 def test_a_free_request_is_not_bound() -> None:

@@ -340,6 +340,16 @@ def test_a_grammar_is_taken_in_either_notation() -> None:
     assert [output.text for output in drive(served, asks)] == [plain("lark").text, plain("ebnf").text]
 
 
+def test_properties_are_written_in_the_order_of_their_schema() -> None:
+    """Such as the reasoning in front of the answer."""
+    value = {"type": "string", "pattern": "^x$"}
+    schema = {"type": "object", "properties": {"r": value, "a": value}, "required": ["r", "a"], "additionalProperties": False}
+    for given in (schema, json.dumps(schema)):
+        ask = Ask(prompt_of("regex"), params("regex", constraint={"json_schema": given}, max_new_tokens=60))
+        (output,) = drive(letters(draft_tokens=3, constraints=True), [ask])
+        assert re.sub(r"\s", "", output.text) == '{"r":"x","a":"x"}'
+
+
 def test_a_stream_may_be_left_once_its_engine_is_closed() -> None:
     llm = LLM(backend="reference", constraints=True, draft_tokens=0)
     stream = llm.stream("x = ", SamplingParams(max_new_tokens=20, constraint={"regex": "a+"}))

@@ -8,6 +8,7 @@ import logging
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from polydraft import LLM, SamplingParams
 from polydraft.cli import main
 from polydraft.cli.mtp_check import Seen, verdict
 from polydraft.conformance.oracle.model import OracleModel
-from polydraft.errors import CapabilityError, ConfigError
+from polydraft.errors import CapabilityError, ConfigError, RequestError
 from polydraft.models import Checkpoint, FamilyRegistry, load_weights
 from polydraft.models.description import CONVENTIONS
 from tests.oracle import greedy_rounds
@@ -115,6 +116,17 @@ def test_a_wrong_configuration_is_told_what_to_set():
     assert "set --mtp-option order=embedding_first" in out
     assert out.startswith("configured: order=hidden_first feed=post")
     assert logging.getLogger("polydraft.engine").level == logging.NOTSET, "other engines of the process warn as before"
+
+
+def test_where_nothing_was_measured_there_is_no_verdict():
+    asked = "--model", str(DATA / "mtp-glm"), "--backend", "reference", "--vary", "order"
+    status, out, err = command(*asked, "--max-new-tokens", "1")
+    assert (status, out) == (2, "")
+    assert err.startswith("polydraft: no draft was verified, so that nothing was measured")
+    output = SimpleNamespace(id="request-0", finish_reason="error", error="the device failed", rounds=[3, 3])
+    run: Any = SimpleNamespace(outputs={"request-0": output})
+    with pytest.raises(RequestError, match="request-0 ended in an error, the device failed; nothing can be said of the conv"):
+        Seen.of({}, configured=True, run=run)
 
 
 def test_what_has_no_head_or_no_such_convention_is_refused():

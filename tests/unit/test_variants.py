@@ -12,7 +12,7 @@ import pytest
 
 from polydraft import LLM
 from polydraft.cli.doctor import examine
-from polydraft.errors import ConfigError
+from polydraft.errors import ConfigError, PluginError
 from polydraft.plugins import variants
 from polydraft.plugins.checks import BACKEND
 from polydraft.plugins.plugins import Loaded, Plugins, identify, survey, variant_digests
@@ -63,6 +63,34 @@ def test_one_that_has_failed_is_not(chip: Chip):
         "failed on 2026-11-21 (device chip 1, driver 7.0, library chiplib 2.1; L2/swiglu/seeds: wrong)"
         in (Plugins.load("chip").unused_variants["chip-wrong"])
     )
+
+
+def test_one_that_has_failed_is_not_so_much_as_imported(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    """It may have ended the process that tried it."""
+    variants.add([judgement("chip-wrong", passed=False, sentence="it died when it was imported")])
+    from_entry = Loaded.from_entry
+
+    def watched(role: Any, name: str) -> Any:
+        assert name != "chip-wrong"
+        return from_entry(role, name)
+
+    monkeypatch.setattr(Loaded, "from_entry", watched)
+    assert used() == []
+
+
+def test_one_that_cannot_be_imported_any_more_is_said_to_be_so(chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    variants.add([judgement()])
+    from_entry = Loaded.from_entry
+
+    def broken(role: Any, name: str) -> Any:
+        if name == "chip-good":
+            raise PluginError("'chip-good' cannot be imported")
+        return from_entry(role, name)
+
+    monkeypatch.setattr(Loaded, "from_entry", broken)
+    assert used() == []
+    why = Plugins.load("chip").unused_variants["chip-good"]
+    assert why == "its kernel pack cannot be loaded: 'chip-good' cannot be imported"
 
 
 def test_they_can_be_left_out(chip: Chip):

@@ -21,6 +21,7 @@ import click
 
 from polydraft.cli.options import common, names
 from polydraft.cli.options import engine as engine_options
+from polydraft.errors import RequestError
 
 if TYPE_CHECKING:
     from polydraft.cli.prompts import Job
@@ -59,8 +60,14 @@ class Seen:
 
     @classmethod
     def of(cls, conventions: Mapping[str, str], configured: bool, run: Run) -> Seen:
-        """Count the rounds of a run that has ended."""
-        accepted = [count for output in run.outputs.values() for count in output.rounds] or [0]
+        """Count the rounds of a run that has ended. Raises `RequestError` where nothing was measured, since a text ended in an
+        error or no draft was verified."""
+        broken = next((output for output in run.outputs.values() if output.finish_reason == "error"), None)
+        if broken is not None:
+            raise RequestError(f"{broken.id} ended in an error, {broken.error}; nothing can be said of the conventions")
+        accepted = [count for output in run.outputs.values() for count in output.rounds]
+        if not run.engine.totals.drafted:
+            raise RequestError("no draft was verified, so that nothing was measured; let texts be longer, and have drafts")
         error = pstdev(accepted) / len(accepted) ** 0.5
         shares = run.answer(explain=False)["totals"]["acceptance_per_position"]
         return cls(conventions, configured, len(accepted), 1.0 + fmean(accepted), error, tuple(shares))

@@ -283,5 +283,6 @@ if __name__ == "__main__":
     faulthandler.enable()
     if WHERE is not None:
         faulthandler.register(WHERE)
+    tempfile.tempdir = str(Path(sys.argv[1]).parent)  # which goes with the claim, however this process ends
     with Path(sys.argv[1]).open("w", encoding="utf-8") as lines_file:
         _child(lines_file, parsed(sys.argv[2]))

@@ -5,6 +5,7 @@ Both are made from the report alone, without further judgement.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, get_args
@@ -23,6 +24,9 @@ SKIPPED: Final = ("unsupported", "unseen", "waived")
 MOST_PROBLEMS, MOST_OF_ONE = 12, 3
 """Problems that the page shows, in all and of one kernel or kind of check; report.json has every one."""
 WHOLE: Final = "--out FOLDER writes all of them into report.json"
+
+_NOT_XML: Final = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What no XML document may have."""
 
 
 def page(report: Report) -> str:
@@ -175,6 +179,7 @@ def junit(report: Report) -> str:
 
 def _case(result: Result) -> str:
     tag = {"fail": "failure", "error": "error", **dict.fromkeys(SKIPPED, "skipped")}.get(result.outcome)
-    inner = f"<{tag} message={quoteattr(result.message)}>{escape(result.message)}</{tag}>" if tag else ""
+    message = _NOT_XML.sub("\ufffd", result.message)
+    inner = f"<{tag} message={quoteattr(message)}>{escape(message)}</{tag}>" if tag else ""
     place, _, name = result.id.partition("/")
     return f'<testcase classname={quoteattr(place)} name={quoteattr(name)} time="{result.seconds:.4f}">{inner}</testcase>'

@@ -338,6 +338,13 @@ def verify(content: Mapping[str, Any]) -> list[str]:
     lacking = sorted(wanted - set(content))
     if content.get("schema") != SCHEMA or lacking:
         return [f"this is no report of schema {SCHEMA}; it lacks {', '.join(lacking) or 'nothing else'}"]
+    try:
+        return _wrong(content)
+    except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
+        return [f"it cannot be read as a report: {type(error).__name__}: {error}"]
+
+
+def _wrong(content: Mapping[str, Any]) -> list[str]:
     wrong = []
     if content["digest"] != digest_of(content):
         wrong.append("the digest is not that of the content: something was changed after the run")

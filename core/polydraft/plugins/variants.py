@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from polydraft import environment, json_text
 from polydraft.backend import BackendInfo
-from polydraft.errors import ConfigError
+from polydraft.errors import ConfigError, PluginError
 
 SCHEMA: Final = "polydraft.variants/1"
 AGAIN: Final = "delete it, then run polydraft conform BACKEND --enable-variants again"
@@ -124,11 +124,14 @@ def _verdict(info: BackendInfo, name: str, digests: Digests, on_file: Sequence[J
     if not mine:
         return f"it has not been tried here; {again}"
     here = [one for one in mine if one.runs_with == info.runs_with]
-    now = digests(name)
+    judged = (here or mine)[0]
+    if not judged.passed:  # it is not so much as imported, which it may not survive
+        return f"it {judged.describe}; where it has changed since, {again}"
+    try:
+        now = digests(name)
+    except PluginError as error:
+        return f"its kernel pack cannot be loaded: {error}"
     if now is None:
         return "its kernel pack is not installed; install the package that brings it anew"
-    judged = (here or mine)[0]
     changed = judged.changed(info.runs_with, now)
-    if changed:
-        return f"it {judged.describe}, but {changed}; {again}"
-    return "" if judged.passed else f"it {judged.describe}"
+    return f"it {judged.describe}, but {changed}; {again}" if changed else ""

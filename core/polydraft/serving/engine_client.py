@@ -288,12 +288,12 @@ class EngineClient:
 
     async def _watch(self) -> str:
         """Ask the engine's thread for a word now and then, which it gives between two steps; return what is wrong where it gives
-        none. While weights are replaced, which takes as long as it takes, none is missed."""
+        none. While weights are replaced it may take as long as a start."""
         while True:
             await asyncio.sleep(self._beat_s)
             self._unanswered += 1
-            limit = self._watchdog_s if self.state == "ready" else self._start_s
-            if self.silent_s > limit and not self._done:
+            limit = self._watchdog_s if self.state == "ready" and not self._done else self._start_s
+            if self.silent_s > limit:
                 self.hangs += 1
                 return f"the engine's process said nothing for {limit:g} seconds and was ended"
             if self.state == "ready" and self._unanswered == 1:

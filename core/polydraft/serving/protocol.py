@@ -521,8 +521,9 @@ def _structured(name: str, structured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(schema: dict[str, Any]) -> str:
-    """A schema as it goes to the engine: its numbers may be larger than any that the wire has."""
-    return json.dumps(schema, sort_keys=True)
+    """A schema as it goes to the engine: its numbers may be larger than any that the wire has. Its properties keep their order,
+    in which they are then written."""
+    return json.dumps(schema)
 
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -315,12 +315,12 @@ class Service:
     async def updates(self, job: Job) -> AsyncGenerator[tuple[Choice, Said], None]:
         """(choice, what is new of it) as the engine brings it; counts as it goes."""
         last = dict.fromkeys(range(len(job.choices)), job.begin)
-        self.metrics.prompt_tokens.inc(
-            sum(len(c.prompt_ids) for c in job.choices[:: max(len(job.choices) // job.num_prompts, 1)])
-        )
+        admitted = sum(len(c.prompt_ids) for c in job.choices[:: max(len(job.choices) // job.num_prompts, 1)])
         async with contextlib.aclosing(self.client.generate(job.asks, first_s=self.settings.queue_s)) as stream:
             async for index, delta, event in stream:
                 choice, now = job.choices[index], time.monotonic()
+                self.metrics.prompt_tokens.inc(admitted)  # of a request that was not taken none are
+                admitted = 0
                 if job.body.provenance:
                     choice.time(event.step_ms, event.host_gap_ms, event.spans)
                 fresh, count = not choice.token_ids, len(delta.token_ids)

@@ -157,7 +157,8 @@ class Body(ABC):
 
 
 class ObjectBody(Body):
-    """{"name": ..., "arguments": ...}, in either order."""
+    """{"name": ..., "arguments": ...}, in either order; a call without arguments has empty ones. Where nothing marks a call it
+    is one only if a tool is called so: an answer may be such an object as well."""
 
     _member = re.compile(r'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)')
     _known: Final = frozenset({"name", "arguments", "parameters", "type"})
@@ -171,6 +172,8 @@ class ObjectBody(Body):
         self._name = ""
         self._early = ""
         """Arguments that came before the name."""
+        self._argued = False
+        """Whether some have come."""
 
     def _step(self) -> bool:
         if not self._opened:
@@ -186,6 +189,8 @@ class ObjectBody(Body):
         found = self._member.match(self.rest)
         if ahead.startswith("}"):
             self.rest, self.done, self.failed = ahead[1:], bool(self._name), not self._name
+            if self.done and not self._argued:
+                self._emit("", "{}")
         elif found is None:
             self.failed = (bool(ahead) and ahead[0] not in ',"') or len(ahead) > MOST_KEY
         else:
@@ -200,10 +205,7 @@ class ObjectBody(Body):
         new, self.rest = self.rest[:size], self.rest[size:]
         self._text += new
         if self._key in ("arguments", "parameters") and not self._text.startswith('"'):
-            if self._name:
-                self._emit("", new)
-            else:
-                self._early += new
+            self._argue(new)
         if value.done:
             self._value = None
             self._ended()
@@ -213,16 +215,20 @@ class ObjectBody(Body):
         """A value is there as a whole."""
         if self._key == "name":
             name = _json(self._text)
-            self.failed = not isinstance(name, str) or not name
+            self.failed = not isinstance(name, str) or not name or not (self._form.begin or name in self._schemas)
             if not self.failed:
                 self._name = name
                 self._emit(name, self._early)
         elif self._key in ("arguments", "parameters") and self._text.startswith('"'):
-            text = _within(self._text)  # JSON within JSON
-            if self._name:
-                self._emit("", text)
-            else:
-                self._early = text
+            self._argue(_within(self._text))  # JSON within JSON
+
+    def _argue(self, text: str) -> None:
+        """More of the arguments."""
+        self._argued = self._argued or bool(text)
+        if self._name:
+            self._emit("", text)
+        else:
+            self._early += text
 
 
 class NamedBody(Body):

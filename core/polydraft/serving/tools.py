@@ -193,7 +193,7 @@ class _Grammar:
                 self._rules.append(self._up_to(f"rest_{number}", form.end))
                 yield f"rest_{number}"
                 return
-            yield from self._pairs(number, parameters)
+            yield from self._pairs(number, name, parameters)
         else:
             opening = f'"name": {json.dumps(name)}, "{form.arguments}": ' if form.body == "object" else name + form.neck
             yield _quoted(form.head)
@@ -203,13 +203,19 @@ class _Grammar:
             yield _quoted("}" * (form.body == "object") + form.tail)
         yield self._marker(form.end)
 
-    def _pairs(self, number: int, parameters: Mapping[str, Any]) -> Iterator[str]:
-        """Keys and values, in the schema's order."""
+    def _pairs(self, number: int, name: str, parameters: Mapping[str, Any]) -> Iterator[str]:
+        """Keys and values, in the schema's order. Raises `RequestError` for parameters that are no schema."""
         properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        _check(name, "properties", properties, isinstance(properties, Mapping), "an object")
+        _check(name, "required", required, isinstance(required, (list, tuple)), "a list of names")
         shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
         for place, (key, wanted) in enumerate(properties.items()):
             opening = _joined((self._marker(KEY), _quoted(key), self._marker(END_KEY), _quoted("\n"), self._marker(VALUE)))
-            is_text = isinstance(wanted, Mapping) and wanted.get("type") == "string"
+            wanted = {} if wanted is True else wanted  # noqa: PLW2901  which is any value
+            _check(name, f"schema of {key!r}", wanted, isinstance(wanted, Mapping), "an object or true")
+            texts = wanted.get("enum", [""])
+            _check(name, f"enum of {key!r}", texts, isinstance(texts, list) and bool(texts), "a list of values")
+            is_text = wanted.get("type") == "string"
             if is_text and not {"enum", "const"}.intersection(wanted):
                 rule = f"value_{number}_{place}"
                 self._rules.append(self._up_to(rule, END_VALUE))
@@ -239,6 +245,11 @@ def _joined(parts: Sequence[str] | Iterator[str]) -> str:
 def _schema(schema: Any) -> str:
     spaced = {**schema, "x-guidance": SPACING} if isinstance(schema, Mapping) else schema
     return f"%json {json.dumps(spaced)}"
+
+
+def _check(tool: str, what: str, value: object, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise RequestError(f"the {what} of tool {tool!r} is {value!r:.200}, wanted {wanted}; correct the request", "tools")
 
 
 def _text_schema(wanted: Mapping[str, Any]) -> str:

@@ -121,7 +121,6 @@ def test_a_server_tells_what_it_does_while_it_starts_and_drains(serve: Callable[
     served.wait()
     assert served.status("/health") == served.status("/ready") == (200, "ok")
     found = figures(served)
-    assert found[f'vllm:prompt_tokens_total{{model_name="{MODEL}"}}'] == 0, "a request that was not taken has none"
     assert found[f'polydraft:server_state{{model_name="{MODEL}",state="ok"}}'] == 1
     assert found[f'polydraft:server_state{{model_name="{MODEL}",state="draining"}}'] == 0
     assert found[f'polydraft:connections{{model_name="{MODEL}"}}'] >= 1

@@ -10,6 +10,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -259,6 +260,12 @@ def test_a_client_that_does_not_read_loses_its_stream_alone(serve: Callable[...,
 # -- limits -------------------------------------------------------------------------------------------------------------
 def test_more_requests_than_are_admitted_are_told_when_to_come_back(bounded: Served) -> None:
     served, pid = bounded, worker(bounded)
+
+    def prompt_tokens() -> float:
+        found = re.search(r"^vllm:prompt_tokens_total\{.*\} (.*)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = prompt_tokens()
     slow_down(pid)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         two = [pool.submit(post, served, **SHORT) for _ in range(2)]
@@ -270,7 +277,9 @@ def test_more_requests_than_are_admitted_are_told_when_to_come_back(bounded: Ser
         assert refused.json()["error"]["type"] == "rate_limit_error"
         os.kill(pid, signal.SIGCONT)
         assert [answer.result().status_code for answer in two] == [200, 200]
-    assert post(served, **SHORT).status_code == 200
+    answer = post(served, **SHORT)
+    assert answer.status_code == 200
+    assert prompt_tokens() - before == 3 * answer.json()["usage"]["prompt_tokens"], "that which was refused has none"
     for ask in ({"n": 3}, {"prompt": ["w1", "w2", "w3"]}):
         answer = post(served, **{**SHORT, **ask})
         assert answer.status_code == 400, "it would never be admitted"

@@ -139,9 +139,39 @@ def test_a_closed_device_refuses_launches_and_replays():
     graph = CpuCapture(device).capture(device.stream, lambda: run(2))
     device.close()
     device.close()
-    for call in (lambda: run(2), lambda: graph.replay(device.stream), lambda: device.empty("late", (1,), "i32")):
+    capture = CpuCapture(device)
+    for call in (
+        lambda: capture.capture(device.stream, lambda: None), lambda: run(2), lambda: graph.replay(device.stream),
+        lambda: device.empty("late", (1,), "i32"),
+    ):  # fmt: skip
         with pytest.raises(DeviceError, match="closed"):
             call()
+
+
+WITHOUT_THREADS = """
+import threading
+threading.stack_size(1 << 20)  # of Python's own, so that only those of kernels are refused
+from polydraft import LLM, SamplingParams
+
+for device in ("cpu?threads=2&queue=1", "cpu?threads=3&queue=0"):
+    with LLM(backend="cpu", device=device, draft_tokens=3) as llm:
+        print(llm.generate("def f(x):", SamplingParams(max_new_tokens=8))[0].token_ids)
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="how a system is made to refuse threads is Linux's")
+def test_a_system_that_gives_no_threads_is_served_by_one():
+    """As in a container with a limit of processes; here none has room for the stack of a thread."""
+    command = ["/bin/sh", "-c", 'ulimit -s 137438953472 && exec "$@"', "sh", sys.executable, "-c", WITHOUT_THREADS]
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    if "ulimit" in ran.stderr:
+        pytest.skip(f"the limit cannot be set: {ran.stderr.strip()}")
+    with LLM(backend="cpu", draft_tokens=3) as llm:
+        wanted = llm.generate("def f(x):", SamplingParams(max_new_tokens=8))[0].token_ids
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", f"{wanted}\n" * 2)
 
 
 @needs_kernels

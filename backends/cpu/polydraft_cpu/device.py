@@ -313,6 +313,8 @@ class CpuDevice(ReferenceDevice):
     def begin_capture(self) -> None:
         """Record launches from now on instead of running them."""
         self.refuse_in_capture("beginning another capture")
+        if not self._open:
+            _closed("capture")
         self.kept = []
         self.gate = self.kept.append
         self.library.pd_record(self.context)

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <system_error>
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
 #endif
@@ -49,7 +50,11 @@ bool Team::usable() const {
 
 void Team::start() {
   process_ = process_id();
-  for (int64_t t = 1; t <= helpers_wanted_; t++) helpers_.emplace_back([this, t] { help(t); });
+  try {
+    for (int64_t t = 1; t <= helpers_wanted_; t++) helpers_.emplace_back([this, t] { help(t); });
+  } catch (const std::system_error&) {  // no more threads for this process: whoever there is claims all parts
+    helpers_wanted_ = int64_t(helpers_.size());
+  }
 }
 
 void Team::wake() {
@@ -104,7 +109,7 @@ void Team::help(int64_t thread) {
 void Team::sleep(uint32_t seen) {
   std::unique_lock<std::mutex> hold(mutex_);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  wake_.wait(hold, [&] { return calls() != seen; });
+  wake_.wait(hold, [&] { return calls() != seen || stopping_.load(std::memory_order_seq_cst); });
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 

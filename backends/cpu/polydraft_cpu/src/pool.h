@@ -50,7 +50,8 @@ class Team {
   void start();
   void help(int64_t thread);
 
-  const int64_t threads_, helpers_wanted_;
+  const int64_t threads_;
+  int64_t helpers_wanted_;  // fewer, once the system has refused some
   const bool pinned_;
   std::vector<std::thread> helpers_;
   int64_t process_ = 0;

@@ -1,6 +1,7 @@
 #include "queue.h"
 
 #include <chrono>
+#include <system_error>
 
 namespace pd {
 namespace {
@@ -16,9 +17,15 @@ bool Queue::alone() const {
   return !threaded_ || stopped_.load(std::memory_order_relaxed) || lost();
 }
 
-void Queue::start() {
+// Whether there is a thread now; else the system has none left for this process.
+bool Queue::start() {
   process_ = process_id();
-  thread_ = std::thread([this] { serve(); });
+  try {
+    thread_ = std::thread([this] { serve(); });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
 }
 
 // Carry out what a parent process left, or what was issued just now.
@@ -31,8 +38,7 @@ void Queue::drain() {
 
 int64_t Queue::add(const Command& command) {
   const uint64_t tail = tail_.load(std::memory_order_relaxed);
-  const bool alone_here = alone();
-  if (!alone_here && !thread_.joinable()) start();
+  const bool alone_here = alone() || (!thread_.joinable() && !start());
   if (tail - head_.load(std::memory_order_acquire) == ROOM) wait(int64_t(tail - ROOM / 2));
   ring_[tail % ROOM] = command;
   tail_.store(tail + 1, std::memory_order_seq_cst);

@@ -47,7 +47,7 @@ class Queue {
 
   bool alone() const;
   void drain();
-  void start();
+  bool start();
   void serve();
   void rest();
 

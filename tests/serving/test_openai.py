@@ -142,8 +142,10 @@ def test_a_stream_tells_of_an_echo_what_a_whole_answer_does(client: Any, options
 
 
 def test_offsets_are_places_of_the_text(client: Any) -> None:
-    for echo in (True, False):
-        choice = complete(client, logprobs=0, echo=echo, max_tokens=6).choices[0]
+    special = {"prompt": [5, 0, 9], "extra_body": {"skip_special_tokens": False}}
+    for ask in ({"echo": True}, {"echo": False}, {"echo": True, **special}):
+        choice = complete(client, logprobs=0, max_tokens=6, **ask).choices[0]
+        assert ("<eos>" in choice.text) == ("extra_body" in ask)
         starts = choice.logprobs.text_offset
         pieces = [choice.text[begin:end].strip() for begin, end in zip(starts, [*starts[1:], None], strict=True)]
         assert pieces == choice.logprobs.tokens

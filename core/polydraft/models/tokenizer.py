@@ -234,9 +234,10 @@ class IncrementalDecoder:
 class TextOffsets:
     """Where in a text its tokens begin, in characters. A token that is a part of a character begins where the character does."""
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
-        """The first token begins at `start`."""
-        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, *, skip_special_tokens: bool = True) -> None:
+        """The first token begins at `start`. `skip_special_tokens` as the text was decoded."""
+        self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._at = start
         self._run: list[int] = []
         """Bytes, each of them a token, whose text is held back until another token ends them."""

@@ -47,9 +47,9 @@ class TokenTexts:
         """The text of several."""
         return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    def offsets(self, start: int = 0) -> TextOffsets:
+    def offsets(self, start: int = 0, *, skip_special_tokens: bool = True) -> TextOffsets:
         """Where in a text that begins at `start` its tokens do."""
-        return TextOffsets(self._tokenizer, start)
+        return TextOffsets(self._tokenizer, start, skip_special_tokens=skip_special_tokens)
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Said:
 class Choice:
     """One text on its way to a client."""
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], texts: TokenTexts) -> None:
-        self.index, self.prompt_ids, self._texts = index, prompt_ids, texts
+    def __init__(self, index: int, prompt_ids: Sequence[int], texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
+        self.index, self.prompt_ids, self._texts, self._skips = index, prompt_ids, texts, skip_special_tokens
         self.reasoning: ReasoningReader | None = None
         """What tells reasoning in the text from the reply; None: all of it is reply."""
         self.calls: CallReader | None = None
@@ -100,7 +100,14 @@ class Choice:
         self._prompt_rows: list[Any] = []
         """Likewise of the prompt from its second token on."""
         self._reported = 0
-        self._offsets = texts.offsets()
+        self._offsets = self._offsets_from(0)
+
+    def _offsets_from(self, start: int) -> TextOffsets:
+        return self._texts.offsets(start, skip_special_tokens=self._skips)
+
+    def prompt_text(self) -> str:
+        """The prompt as it is echoed."""
+        return self._texts.text(self.prompt_ids, skip_special_tokens=self._skips)
 
     def weights_digests(self, places: range) -> list[str]:
         """Of the weights that drew these tokens, in order, each once."""
@@ -216,13 +223,13 @@ class Choice:
 
     def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
         """The same of the prompt's tokens, the first without a number; `text_offset` counts on from here."""
-        columns, offsets = _columns(), self._texts.offsets()
+        columns, offsets = _columns(), self._offsets_from(0)
         for part, value in zip(columns, (self._texts.of(self.prompt_ids[0]), None, None, None, 0), strict=True):
             columns[part].append(value)
         offsets.push(self.prompt_ids[0])
         for token, row in zip(self.prompt_ids[1:], self._prompt_rows, strict=False):
             self._add_row(columns, row, top, offsets.push(token))
-        self._offsets = self._texts.offsets(len(self._texts.text(self.prompt_ids)))
+        self._offsets = self._offsets_from(len(self.prompt_text()))
         return columns
 
     def _add_row(self, columns: dict[str, list[Any]], row: Any, top: int, offset: int) -> None:

@@ -294,7 +294,10 @@ class Service:
                 "prompt",
             )
         asks = [(prompt, own) for prompt in prompts for own in protocol.with_seeds(params, body.seed, body.n or 1)]
-        choices = [Choice(index, prompt, self.texts) for index, (prompt, _) in enumerate(asks)]
+        choices = [
+            Choice(index, prompt, self.texts, skip_special_tokens=own.get("skip_special_tokens", True))
+            for index, (prompt, own) in enumerate(asks)
+        ]
         return Job(f"{prefix}-{body.request_id}", kind, body, choices, asks, len(prompts), top)
 
     def _check_count(self, count: int) -> None:
@@ -404,7 +407,7 @@ class Service:
 
     def _echo(self, job: Job, choice: Choice) -> str:
         echo = bool(getattr(job.body, "echo", None))
-        return self.texts.text(choice.prompt_ids) if echo else ""
+        return choice.prompt_text() if echo else ""
 
     async def chunks(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. An `echo` waits for its first delta; one that brings nothing to tell is left out."""

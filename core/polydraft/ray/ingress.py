@@ -29,6 +29,8 @@ from polydraft.serving.settings import ServerSettings, read_keys
 
 BEAT_S = 2.0
 """Seconds between two looks at the replicas."""
+PATIENCE_S = 4.0
+"""Seconds for the counts of all of them: longer than each waits for its engine, so that a busy one does not hide the others."""
 AGAIN_S = 0.1
 """Seconds before a request that no engine has taken is sent again."""
 
@@ -70,7 +72,7 @@ class Engines:
         """Counts of all replicas now. Raises `EngineGone` where there are none."""
         answers: list[Any] = []
         with contextlib.suppress(DeploymentUnavailableError, asyncio.TimeoutError, TimeoutError):
-            answers = await self._handle.broadcast("stats").results_async(timeout_s=BEAT_S, return_exceptions=True)
+            answers = await self._handle.broadcast("stats").results_async(timeout_s=PATIENCE_S, return_exceptions=True)
         reports = [records.decode_report(one) for one in answers if isinstance(one, bytes)]
         self._reports = {one.replica: one.stats for one in reports}
         self.state = "ready" if reports else "restarting"

@@ -54,6 +54,27 @@ def test_every_kernel_holds_in_16_bits(spec: str, seeds: str, products: str, dty
     assert json.loads(run.stdout) == []
 
 
+ROUTER = """
+import numpy as np
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place, polydraft_kernels
+
+table = polydraft_kernels(open_place("polyemu:0", DeviceOptions(dtype="bf16")))
+for value in (np.array([1.0, 1.001, -2.003], np.float32), np.array([[0.1, 0.2], [0.3, 1.001]], np.float32)):
+    weight = table.prepare_weight("router", value, "bf16")
+    assert weight.tensor.numpy().tolist() == value.tolist()
+    again = table.prepare_weight("router", value + 1, "bf16", weight)
+    assert again.tensor.numpy().tolist() == (value + 1).tolist()
+    assert table.prepare_weight("linear", np.ones((2, 2), np.float32), "bf16").tensor.dtype != weight.tensor.dtype
+"""
+
+
+def test_a_router_keeps_what_16_bits_would_round():
+    """Scores of experts differ by less, so that others would be chosen."""
+    run = script(ROUTER)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 ROUNDED = """
 import json
 import numpy as np

@@ -70,8 +70,10 @@ class PaddleTable:
         self._device = device
 
     def prepare_weight(self, role: str, value: Array, dtype: str, previous: Weight | None = None) -> Weight:
-        """Keep the canonical array on the device, in the activation dtype; `previous` is refilled at its address."""
+        """Keep the canonical array on the device, in the activation dtype; routers and what is added to their scores stay
+        float32, since 16 bits do not tell their differences. `previous` is refilled at its address."""
         if previous is None:
+            dtype = "f32" if role == "router" else dtype
             by_column = role == "linear" and self._device.host_visible  # as the host's product reads it
             buffer = self._device.empty(role, value.shape[::-1] if by_column else value.shape, dtype)
             tensor = buffer.tensor.t() if by_column else buffer.tensor

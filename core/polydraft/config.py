@@ -18,11 +18,9 @@ from polydraft.contracts.kv_quant import KV_DTYPES
 from polydraft.contracts.layout import MAX_COLUMNS
 from polydraft.contracts.packing import MADE, PARTS
 from polydraft.errors import ConfigError
-from polydraft.sampling_params import MAX_SEED
+from polydraft.sampling_params import MAX_SEED, MOST_WHOLE
 
 AUTO = "auto"
-MOST_WHOLE = 2**31 - 1
-"""Of whole numbers that have no limit of their own: what counts on devices holds."""
 VERIFIERS = ("greedy", "coupled", "rejection")
 GRAPH_MODES = ("off", "decode", "prefill")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")

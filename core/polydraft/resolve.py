@@ -698,8 +698,8 @@ def _rest(n: _Negotiation, leaves: bool) -> None:
     n.choose("kernels", config.kernels, "kernel packs, first wins" if config.kernels else "the backend's own kernels")
     n.choose("plugins", config.plugins, "loaded by name, in order" if config.plugins else "none were named")
     probe = f"polydraft doctor --probe {config.backend}={config.device}".rstrip("=")
-    strays = f"slowly, what the device has no kernel for; `{probe}` says what that is" if config.allow_cpu_fallback else ""
-    n.choose("allow_cpu_fallback", config.allow_cpu_fallback, strays or "never in secret")
+    strays = f"slowly, what the device has no kernel for; `{probe}` says what that is"
+    n.choose("allow_cpu_fallback", config.allow_cpu_fallback, strays if config.allow_cpu_fallback else "never in secret")
     n.choose("sanitize", config.sanitize, "every access is checked, slowly" if config.sanitize else "no hazard checker watches")
 
 

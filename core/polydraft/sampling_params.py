@@ -18,6 +18,8 @@ from polydraft.errors import RequestError
 
 MAX_SEED = 2**64 - 1
 """Seeds have 64 bits."""
+MOST_WHOLE = 2**31 - 1
+"""Of whole numbers that have no limit of their own: what counts on devices holds."""
 MAX_STOP_TOKENS = 16
 """Stop token ids of one request, besides those of the model, of which there may be any number."""
 MAX_STOPS = 1000
@@ -138,6 +140,9 @@ class SamplingParams:
         def whole(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
+        def count(value: Any) -> bool:
+            return whole(value) and 0 <= value <= MOST_WHOLE
+
         def text(value: Any) -> bool:
             return isinstance(value, str) and bool(value)
 
@@ -153,7 +158,7 @@ class SamplingParams:
                 "0 or a number from 1e-9 to 1e9",  # beyond them a logit divided by it leaves the range of float32
             ),
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "a whole number from 0 (all tokens) to 2**31 - 1"),
+            ("top_k", count(self.top_k), "a whole number from 0 (all tokens) to 2**31 - 1"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("seed", self.seed is None or (whole(self.seed) and 0 <= self.seed <= MAX_SEED), "a whole number of 64 bits"),
             ("stop", all(map(text, self.stop)), "texts that are not empty"),
@@ -177,14 +182,12 @@ class SamplingParams:
             ("bad_words", all(map(word, self.bad_words)), "texts that are not empty, or lists of token ids of at least 0"),
             (
                 "min_tokens",
-                whole(self.min_tokens)
-                and whole(self.max_new_tokens)
-                and 0 <= self.min_tokens <= min(self.max_new_tokens, 2**31 - 1),
+                count(self.min_tokens) and whole(self.max_new_tokens) and self.min_tokens <= self.max_new_tokens,
                 f"a whole number from 0 to max_new_tokens, here {self.max_new_tokens}, and at most 2**31 - 1",
             ),
             *(
-                (name, count is None or (whole(count) and 0 <= count < 2**31), "a whole number from 0 to 2**31 - 1, or nothing")
-                for name, count in (
+                (name, given is None or count(given), "a whole number from 0 to 2**31 - 1, or nothing")
+                for name, given in (
                     ("logprobs", self.logprobs),
                     ("prompt_logprobs", self.prompt_logprobs),
                     ("max_drafts", self.max_drafts),

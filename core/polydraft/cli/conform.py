@@ -95,7 +95,7 @@ Exit statuses: 0 the claim holds, 1 it fails, 2 bad usage, 3 the kit failed,
     type=click.FloatRange(0, min_open=True),
     default=None,
     metavar="S",
-    help="Seconds that one check may take.  [default: 120, 1800 with --deep]",
+    help=f"Seconds that one check may take.  [default: {LIMIT_S:g}, {DEEP_LIMIT_S:g} with --deep]",
 )
 @click.option(
     "--out",

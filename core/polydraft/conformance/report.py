@@ -345,6 +345,7 @@ def verify(content: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(content: Mapping[str, Any]) -> list[str]:
+    """The same of what has all parts, which may be malformed."""
     wrong = []
     if content["digest"] != digest_of(content):
         wrong.append("the digest is not that of the content: something was changed after the run")

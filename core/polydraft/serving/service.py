@@ -322,8 +322,9 @@ class Service:
         async with contextlib.aclosing(self.client.generate(job.asks, first_s=self.settings.queue_s)) as stream:
             async for index, delta, event in stream:
                 choice, now = job.choices[index], time.monotonic()
-                self.metrics.prompt_tokens.inc(admitted)  # of a request that was not taken none are
-                admitted = 0
+                if admitted:  # once: of a request that was not taken none are counted
+                    self.metrics.prompt_tokens.inc(admitted)
+                    admitted = 0
                 if job.body.provenance:
                     choice.time(event.step_ms, event.host_gap_ms, event.spans)
                 fresh, count = not choice.token_ids, len(delta.token_ids)

@@ -208,7 +208,7 @@ class _Grammar:
         properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
         _check(name, "properties", properties, isinstance(properties, Mapping), "an object")
         _check(name, "required", required, isinstance(required, (list, tuple)), "a list of names")
-        shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+        shared = {part: parameters[part] for part in ("$defs", "definitions") if part in parameters}
         for place, (key, wanted) in enumerate(properties.items()):
             opening = _joined((self._marker(KEY), _quoted(key), self._marker(END_KEY), _quoted("\n"), self._marker(VALUE)))
             wanted = {} if wanted is True else wanted  # noqa: PLW2901  which is any value
@@ -248,6 +248,7 @@ def _schema(schema: Any) -> str:
 
 
 def _check(tool: str, what: str, value: object, fits: bool, wanted: str) -> None:
+    """Refuse a part of a tool's parameters that is something else than a schema has there."""
     if not fits:
         raise RequestError(f"the {what} of tool {tool!r} is {value!r:.200}, wanted {wanted}; correct the request", "tools")
 

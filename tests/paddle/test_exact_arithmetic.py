@@ -1,10 +1,11 @@
-"""What Paddle kernels compute without the operations that a place may lack is exact: words, shares, borders of probability."""
+"""What Paddle kernels compute without the operations that a place may lack is exact: words, shares, borders of probability,
+places in large tables."""
 
 from __future__ import annotations
 
 import json
 
-from tests.support.paddle import forked, needs_paddle
+from tests.support.paddle import forked, needs_device, needs_paddle
 
 CODE = """
 import json
@@ -78,3 +79,37 @@ def test_words_products_sums_and_shares_are_exact():
     assert said["sums"] is True
     assert said["shares"] == [0, 0, 0]
     assert said["log1p"] < 4e-7
+
+
+LARGE = """
+import sys
+import numpy as np
+from polydraft.backend import DeviceOptions
+from polydraft_paddle import open_place, ops
+place, rows, columns, ops.LARGEST = sys.argv[1], *map(int, sys.argv[2:])
+device = open_place(place, DeviceOptions())
+import paddle
+table = np.zeros((rows, columns), np.uint8 if place == "cpu" else np.float32)
+table[-1, -3:] = 1, 2, 3
+there = paddle.from_dlpack(table) if place == "cpu" else paddle.to_tensor(table)
+row = paddle.to_tensor(np.int32([[rows - 1], [0]]))
+print(ops.pick(there, row, paddle.to_tensor(np.int32([[columns - 3, columns - 2, columns + 9]]))).numpy().tolist())
+"""
+
+
+def looked_up(*arguments: object) -> list[list[int]]:
+    run = forked(LARGE, *map(str, arguments))
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: list[list[int]] = json.loads(run.stdout)
+    return found
+
+
+@needs_paddle
+def test_a_place_in_a_table_may_be_beyond_32_bits():
+    """Of log probabilities and distributions of many rows. Of these two gibibytes few pages are ever touched."""
+    assert looked_up("cpu", 2**13 + 1, 2**18, 2**31 - 1) == [[1, 2, 3], [0, 0, 0]]
+
+
+@needs_device
+def test_such_a_place_takes_no_operation_that_a_chip_lacks():
+    assert looked_up("polyemu:0?ops=xpu3", 9, 16, 127) == [[1, 2, 3], [0, 0, 0]]

@@ -254,15 +254,13 @@ def taken(index: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
 
 def pick(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """`table[row, column]` for indices of one shape, clipped into the table; zeros from a table without columns."""
-    return entry(table, within(row, table.shape[0]), column)
-
-
-def entry(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """The same for rows that there are."""
-    columns = table.shape[1]
+    rows, columns = table.shape
     if not columns:
         return paddle.zeros_like(row + column).astype(table.dtype)
-    place = direct.add(direct.multiply(row, number(columns, row)), within(column, columns))
+    row, column = within(row, rows), within(column, columns)
+    if rows * columns > LARGEST:
+        row, column = direct.cast(row, paddle.int64), direct.cast(column, paddle.int64)
+    place = direct.add(direct.multiply(row, number(columns, row)), column)
     found = take(direct.reshape(table, [-1]), direct.reshape(place, [-1]))
     return direct.reshape(found, place.shape)
 
@@ -282,11 +280,6 @@ def choose(condition: Tensor, yes: Tensor, no: Tensor | float) -> Tensor:
 def both(first: Tensor, second: Tensor) -> Tensor:
     """Where both hold, broadcast."""
     return direct.bitwise_and(first, second)
-
-
-def either(first: Tensor, second: Tensor) -> Tensor:
-    """Where one of them holds, broadcast."""
-    return direct.bitwise_or(first, second)
 
 
 def masked(value: Tensor, condition: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import half
 from tests.support.paddle import HAS_PADDLE, SITE
 
 HAS_DEVICE = HAS_PADDLE and (Path(str(SITE.origin)).parents[1] / "paddle_custom_device" / "libpaddle-polycuda.so").exists()  # type: ignore[union-attr]
@@ -95,6 +96,13 @@ def test_products_go_to_the_library():
     library, own = (int(count) for count in done.stdout.split()[-2:])
     assert library > 0
     assert own == 0
+
+
+@pytest.mark.parametrize("kernels", [(), ("paddle/cuda",)], ids=["alone", "pack"])
+def test_experts_are_chosen_by_what_16_bits_would_round(kernels: tuple[str, ...], tmp_path: Path):
+    """Kernels of the pack read selection biases as float32, whatever they are."""
+    parted = half.parted(half.with_close_selection_biases(tmp_path), "paddle", "polycuda:0", "bf16", kernels=kernels)
+    assert all(divergence.gap < half.CLOSE["bf16"] for divergence in parted), parted
 
 
 @pytest.mark.deep

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.conformance.oracle import OracleModel
+from tests.support import half
 from tests.support.depth import deep
-from tests.support.near_ties import divergences
 from tests.support.paddle import forked, needs_device, needs_graphs, script
 from tools import make_checkpoint
 
@@ -105,21 +104,6 @@ def test_float16_is_rounded_to_nearest():
     assert json.loads(run.stdout) == [True, True]
 
 
-TEXTS = """
-import json, sys
-from polydraft import LLM, SamplingParams
-backend, device, model, dtype, graph, prompts = json.loads(sys.argv[1])
-options = dict(draft_tokens=3, max_num_seqs=4, max_model_len=64, overlap=1, graph=graph, dtype=dtype)
-llm = LLM(backend=backend, device=device, model=model, **options)
-out = llm.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
-print(json.dumps([[list(one.token_ids), list(one.rounds)] for one in out]))
-llm.engine.close()
-"""
-PROMPTS = [[3, 1, 4], [2, 7, 1, 8, 2, 8], [5], list(range(1, 20)), [9, 9, 2], [31, 41, 59], [26, 5, 35], [8, 9, 7, 9]]
-CLOSE = {"bf16": 0.2, "f16": 0.03}
-"""Logits between choices that rounding to a dtype may decide; the best two are about one apart."""
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("backend", "device", "family", "dtype", "graph"),
@@ -136,16 +120,17 @@ def test_texts_part_from_the_exact_ones_at_near_ties_alone(
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     make_checkpoint.make(tmp_path, make_checkpoint.FAMILIES[family], dtype="BF16" if dtype == "bf16" else "F16")
-    run = script(TEXTS, json.dumps([backend, device, str(tmp_path), dtype, graph, PROMPTS]))
-    assert run.returncode == 0, run.stderr[-2000:]
-    model = OracleModel.from_dir(tmp_path)
-    texts = list(zip(PROMPTS, json.loads(run.stdout), strict=True))
-    parted = [one for prompt, (tokens, rounds) in texts for one in divergences(model, prompt, tokens, rounds, 3)]
+    parted = half.parted(tmp_path, backend, device, dtype, graph=graph)
     record_property("near_ties", len(parted))
     with capsys.disabled():
-        sys.stdout.write(f"\n{backend} on {device}, {family} in {dtype}: {len(texts)} texts, {len(parted)} near-ties\n")
-    assert all(divergence.gap < CLOSE[dtype] for divergence in parted), parted
-    assert len(parted) < len(texts), "few texts part at all"
+        sys.stdout.write(f"\n{backend} on {device}, {family} in {dtype}: {len(half.PROMPTS)} texts, {len(parted)} near-ties\n")
+    assert all(divergence.gap < half.CLOSE[dtype] for divergence in parted), parted
+    assert len(parted) < len(half.PROMPTS), "few texts part at all"
+
+
+def test_experts_are_chosen_by_what_16_bits_would_round(tmp_path: Path):
+    parted = half.parted(half.with_close_selection_biases(tmp_path), "paddle", "polyemu:0", "bf16")
+    assert all(divergence.gap < half.CLOSE["bf16"] for divergence in parted), parted
 
 
 LOADED = """

@@ -1,8 +1,11 @@
-"""The kernel pack `paddle/cuda` and the CUDA backend launch the same: kernel for kernel, in the same sizes, joined alike."""
+"""The kernel pack `paddle/cuda` and the CUDA backend launch the same kernels, in the same sizes and dtypes, joined alike."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +34,11 @@ class Traced(PaperDevice):
         return 1 << 40
     def function(self, source, name, **defines):
         def bind(grid, block, *arguments, **options):
+            told = sorted(defines.items()), block, sorted(options.items()), [getattr(one, "dtype", "") for one in arguments]
             def launch(stream, n):
                 size = grid(n) if callable(grid) else grid
                 if all(size) if isinstance(size, tuple) else size:
-                    self.trace.append((source.name, name, sorted(defines.items()), size, block, sorted(options.items())))
+                    self.trace.append((source.name, name, size, *told))
             return launch
         return SimpleNamespace(bind=bind, name=name, most_clusters=lambda block, shared, cluster: self.num_sms // cluster)
 
@@ -80,15 +84,34 @@ SHAPE = {
 """One block that is wide enough for every way in which kernels become one launch."""
 
 
-@needs_paddle
-def test_every_program_launches_what_the_cuda_backend_launches(tmp_path):
-    """The pass decides by the buffers of the Paddle backend, its kernels are bound to addresses."""
+EXPERTS = {
+    **SHAPE, "architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 512, "moe_intermediate_size": 128,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 0, "attention_bias": True,
+}  # fmt: skip
+"""Routers with a selection bias, which kernels read as float32 beside activations of 16 bits."""
+
+
+def traced(folder: Path, shape: Mapping[str, Any]) -> list[Any]:
+    """How many programs launched alike, and which kernels a greedy target's of one request does, eager and captured."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings are not installed: pip install 'polydraft[cuda]'")
-    shape = tmp_path / "block.json"
-    shape.write_text(json.dumps(SHAPE))
-    run = forked(TRACE, str(shape))
+    file = folder / "block.json"
+    file.write_text(json.dumps(shape))
+    run = forked(TRACE, str(file))
     assert run.returncode == 0, run.stderr[-3000:]
-    programs, eager, captured = json.loads(run.stdout.splitlines()[-1])
+    found: list[Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@needs_paddle
+def test_every_program_launches_what_the_cuda_backend_launches(tmp_path: Path):
+    """The pass decides by the buffers of the Paddle backend, its kernels are bound to addresses."""
+    programs, eager, captured = traced(tmp_path, SHAPE)
     assert programs == 60
     assert {"rope_kv_write", "swiglu"} <= set(eager)
     assert not {"rope_kv_write", "swiglu"} & set(captured)
+
+
+@needs_paddle
+def test_experts_are_launched_with_the_dtypes_that_the_cuda_backend_gives_them(tmp_path: Path):
+    assert "router" in traced(tmp_path, EXPERTS)[1]

@@ -224,9 +224,7 @@ class CpuDevice(ReferenceDevice):
 
     # -- memory ------------------------------------------------------------------------------------
     def _allocate(self, name: str, shape: Sequence[int], dtype: str) -> Array:
-        if not self._open:
-            raise DeviceError(f"device {self.spec} is closed; open a new engine to allocate {name}")
-        self.refuse_in_capture(f"allocating {name}")
+        self._refuse(f"allocating {name}")
         try:
             array = aligned(shape, DTYPES[dtype])
         except MemoryError as error:
@@ -284,6 +282,12 @@ class CpuDevice(ReferenceDevice):
         if self.kept is not None:
             raise DeviceError(f"{what} while a graph is captured; do it before the capture begins")
 
+    def _refuse(self, what: str) -> None:
+        """The same, and on a closed device."""
+        self.refuse_in_capture(what)
+        if not self._open:
+            _closed(what)
+
     # -- times -------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def keep_timeline(self) -> Iterator[None]:
@@ -312,9 +316,7 @@ class CpuDevice(ReferenceDevice):
     # -- captures ----------------------------------------------------------------------------------
     def begin_capture(self) -> None:
         """Record launches from now on instead of running them."""
-        self.refuse_in_capture("beginning another capture")
-        if not self._open:
-            _closed("capture")
+        self._refuse("beginning another capture")
         self.kept = []
         self.gate = self.kept.append
         self.library.pd_record(self.context)

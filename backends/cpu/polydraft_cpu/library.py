@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterable
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +174,7 @@ def _word(value: Any) -> int:
     return int(getattr(value, "address", 0))
 
 
-def as_float(word: float) -> int:
-    """The word of a float parameter."""
-    return _word(float(word))
-
-
 __all__ = [
-    "ABI", "DTYPE_CODES", "FUNCTIONS", "HOST_FUNCTION", "NOTE", "PATH", "CacheStruct", "WeightStruct", "c_double", "last_error",
-    "levels", "load", "missing", "words_of",
+    "ABI", "DTYPE_CODES", "FUNCTIONS", "HOST_FUNCTION", "NOTE", "PATH", "CacheStruct", "WeightStruct", "last_error", "levels",
+    "load", "missing", "words_of",
 ]  # fmt: skip

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+import polydraft_cpu
 from polydraft import RequestOutput
-from polydraft.conformance import lossless_checks
+from polydraft.conformance import fault_injection as by
+from polydraft.conformance import host_checks, lossless_checks
 from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.probe import NUM_TOKENS, certain, prompts
 from polydraft.conformance.serving import Ask, as_expected
 from polydraft.conformance.target import Target
 from polydraft.reference.sampling import process_logits
+from tests.support.cpu import needs_kernels
 from tests.support.kernel_doubles import backend_with
 
 SAMPLED = [check for check in lossless_checks.checks() if check.id.startswith("L5/sampled/")]
@@ -37,6 +40,39 @@ def test_a_filter_that_is_left_out_is_found() -> None:
 
     outcomes = [check.result(Target(backend_with(process_logits=hot))).outcome for check in SAMPLED]
     assert outcomes == ["fail"] * len(SAMPLED)
+
+
+OF_THEIR_OWN = {
+    check.id: check
+    for check in (*lossless_checks.checks(), *host_checks.checks())
+    if check.id.split("/")[1] in ("sampled", "thinking", "host-inputs")
+}
+"""Whose texts are not the plain greedy ones."""
+ALONE = replace(polydraft_cpu.CAPABILITIES, dtypes=("bf16",))
+IN_16_BITS: Any = by.with_info(lambda info: replace(info, capabilities=ALONE))(polydraft_cpu)
+
+
+def cooled(a: Any, n: int) -> None:
+    a.logits[:n] *= 1.5
+
+
+FAULTS = {
+    "sampled": by.spoiled("process_logits", cooled),
+    "thinking": by.launched("limit_thinking", lambda launch, device: lambda stream, n: None),
+    "host-inputs": by.launched("bias_logits", lambda launch, device: lambda stream, n: None),
+}
+
+
+@needs_kernels
+def test_without_float32_texts_of_their_own_are_compared_too() -> None:
+    assert {name.split("/")[1] for name in OF_THEIR_OWN} == set(FAULTS)
+    for name, check in OF_THEIR_OWN.items():
+        result = check.result(Target(IN_16_BITS))
+        assert (result.outcome, result.message) == ("pass", ""), name
+        assert result.comparisons > 80
+        faulty = check.result(Target(FAULTS[name.split("/")[1]](IN_16_BITS)))
+        assert faulty.outcome == "fail", name
+        assert "tokens of request" in faulty.message
 
 
 def output(prompt: tuple[int, ...], token_ids: tuple[int, ...], rounds: tuple[int, ...], **changes: Any) -> RequestOutput:

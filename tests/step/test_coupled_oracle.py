@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from polydraft import SamplingParams
-from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds, gumbel, threefry
+from polydraft.conformance.oracle.coupled import Sampling, coupled_along, coupled_rounds, gumbel, threefry
 from polydraft.conformance.oracle.rounds import greedy_rounds
 from tests.oracle.processing import ended_by_text, processed
 from tests.support import tiny
@@ -82,6 +82,61 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 def test_what_a_float32_engine_may_decide_otherwise_is_not_clear(sampling: Sampling, logits: list[float], clear: bool) -> None:
     found = [sampling.choose(np.array(logits), position)[1] for position in range(60)]
     assert all(found) if clear else not all(found)
+
+
+FILTERS = (
+    Sampling(), Sampling(0.8, top_p=0.9), Sampling(1.0, top_k=5), Sampling(1.3, min_p=0.1), Sampling(0.5, top_p=0.1),
+    Sampling(1.0, top_k=1), Sampling(1.2, top_k=9, top_p=0.7, min_p=0.05),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tolerance", [1e-4, 0.1, 0.4])
+def test_what_rounding_may_bring_about_is_among_what_may_be_chosen(tolerance: float) -> None:
+    """Any two logits are nearer or farther apart by at most as much as they are off."""
+    rng, close, seen = np.random.default_rng(0), 0, 0
+    for sampling in FILTERS:
+        for position in range(40):
+            logits = 2 * rng.standard_normal(12)
+            moved = logits + tolerance * rng.choice([-0.499, 0.0, 0.499], (20, 12))
+            may, (token_id, clear) = sampling.may(logits, position, tolerance), sampling.choose(logits, position, tolerance)
+            found = {sampling.choose(one, position)[0] for one in moved}
+            assert may[token_id]
+            assert all(may[one] for one in found)
+            assert found == {token_id} or not clear
+            close, seen = close + (not clear), seen + (found != {token_id})
+    assert close < 200, "most choices are clear"
+    assert seen >= close // 4, "most of what may be chosen is"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=20, seed=4)], ids=["greedy", "sampled"])
+def test_an_engines_text_is_judged_behind_its_own_tokens(sampling: Sampling) -> None:
+    model, prompt, tolerance = tiny.oracle("narrow"), [5, 9, 2], 0.35
+
+    def along(token_ids: Sequence[int], rounds: Sequence[int], tolerance: float = tolerance) -> tuple[list[int], list[int]]:
+        found = coupled_along(model, prompt, (token_ids, rounds), sampling, 3, 20, (), tolerance=tolerance)
+        return found.token_ids, found.rounds
+
+    exact = coupled_rounds(model, prompt, sampling, 3, 20, ())
+    text, rounds = exact.token_ids, exact.rounds
+    assert along(text, rounds) == along(text, rounds, 1e-4) == (text, rounds)
+    assert coupled_along(model, prompt, (text, rounds), sampling, 3, 20, ()).clear == 20
+    for wrong in (text[:-1], [*text, 1], [*text[:7], 10_000, *text[8:]]):
+        assert along(wrong, rounds)[0] != wrong
+    assert along(text, [rounds[0] + 1, *rounds[1:]])[1] != [rounds[0] + 1, *rounds[1:]]
+    assert along(text, rounds[:-1])[1] != rounds[:-1]
+
+    states = model.target_states([*prompt, *text])[len(prompt) - 1 :]
+    choices = [sampling.may(row, len(prompt) + i, tolerance) for i, row in enumerate(model.target_logits(states))]
+    place = next(i for i, may in enumerate(choices) if may.sum() > 1)
+    other = next(token for token in np.flatnonzero(choices[place]).tolist() if token != text[place])
+    begun = [*text[:place], other]
+    behind = coupled_rounds(model, [*prompt, *begun], sampling, 0, 20 - len(begun), ()).token_ids
+    mine = [*begun, *behind]
+    assert along(mine, [0] * 19)[0] == mine
+    assert along(mine, [0] * 19, 1e-4)[0] != mine
+    assert coupled_along(model, prompt, (mine, [0] * 19), sampling, 0, 20, (), tolerance=tolerance).differs
+    unlikely = [*text[:place], int(np.flatnonzero(~choices[place])[0]), *text[place + 1 :]]
+    assert along(unlikely, rounds)[0][place] == text[place]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Tally:
     like: set[str] | None = None
     """Mutants that leave what every comparison found that failed; None before the first."""
     near_ties: int = 0
-    """Texts in fewer bits that were compared up to their first close choice only, and differ behind it."""
+    """Texts in fewer bits that differ at a close choice, or behind the first one, up to which they were compared."""
     cases: int = 0
     """Cases of a kernel that were held against its golden."""
 

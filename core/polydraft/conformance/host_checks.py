@@ -6,7 +6,7 @@ Both are compared with recomputing oracles, token by token. How a backend moves 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -15,9 +15,8 @@ from polydraft.conformance.check import Check, Tally
 from polydraft.conformance.collective_checks import look_for_ranks
 from polydraft.conformance.lossless_checks import K, working_dtype
 from polydraft.conformance.oracle import greedy_rounds
-from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
 from polydraft.conformance.probe import MARGIN, VOCAB, checkpoint, oracle, prompts
-from polydraft.conformance.serving import Ask, serve
+from polydraft.conformance.serving import Ask, as_chosen, serve
 from polydraft.conformance.target import Target
 from polydraft.device import Array
 from polydraft.engine import Engine
@@ -88,27 +87,17 @@ def _ruled(logits: Array, known: Sequence[int]) -> Array:
     return np.where(np.arange(len(logits)) % KINDS == known[-1] % KINDS, logits + BIAS, logits)
 
 
-@cache
-def _text_under_the_rule(prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """By full recomputation; empty where a choice is close."""
-    wanted = coupled_rounds(oracle(), prompt, Sampling(), 0, length, (), _ruled)
-    return tuple(wanted.token_ids) if wanted.clear else ()
-
-
 def _host_inputs(graph: str, target: Target, tally: Tally) -> None:
     """Texts that obey a rule about the token before, which the host works out behind the launch of each target pass."""
-    asks = [Ask(prompt, max_new=12, arrival=i) for i, prompt in enumerate(prompts(5))]
-    given: dict[str, Any] = {"graph": graph, "dtype": working_dtype(target), "max_num_seqs": 3}
+    asks, dtype = [Ask(prompt, max_new=12, arrival=i) for i, prompt in enumerate(prompts(5))], working_dtype(target)
+    given: dict[str, Any] = {"graph": graph, "dtype": dtype, "max_num_seqs": 3}
     if graph != "off":
         given["graph_sizes"] = (1, 3)
-    texts = [_text_under_the_rule(ask.prompt, ask.max_new) for ask in asks]
     for depth in (0, "auto"):
         with target.engine(draft_tokens=0, overlap=depth, features=(OtherRemainder,), **given) as engine:
             outputs = serve(engine, asks, tally)
-        for number, (text, output) in enumerate(zip(texts, outputs, strict=True)):
-            tally.no_error(f"request {number}", output.error)
-            if text and given["dtype"] == "f32":
-                tally.equal(f"tokens of request {number} under the rule", output.token_ids, text)
+        params, rules = [ask.params for ask in asks], [_ruled] * len(asks)
+        as_chosen(tally, "under the rule", params, outputs, 0, target.rounding(dtype), rules)
 
 
 # -- new weights -----------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ import numpy as np
 from polydraft.backend import RowOrder
 from polydraft.conformance.check import Check, Tally, Unsupported
 from polydraft.conformance.collective_checks import look_for_ranks
-from polydraft.conformance.oracle.coupled import Sampling, coupled_rounds
-from polydraft.conformance.probe import NUM_TOKENS, VOCAB, oracle, prompts
-from polydraft.conformance.serving import Ask, as_expected, serve
+from polydraft.conformance.oracle.coupled import plain
+from polydraft.conformance.probe import NUM_TOKENS, VOCAB, prompts
+from polydraft.conformance.serving import Ask, as_chosen, as_expected, serve
 from polydraft.conformance.target import Target
 from polydraft.contracts.kv_quant import KV_DTYPES, Kv
 from polydraft.contracts.packing import MADE
@@ -397,46 +397,33 @@ def _packed(made: str, target: Target, tally: Tally) -> None:
 
 def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:
     """Sampled texts with the shared noise of each position, exactly as the oracle samples them, where no choice is close."""
-    dtype, compared = working_dtype(target), 0
     params = [SamplingParams(max_new_tokens=14, ignore_eos=True, seed=7 + i, **options) for i in range(4)]
+    dtype = working_dtype(target)
     with target.engine(draft_tokens=K, max_num_seqs=4, block_size=4, dtype=dtype, graph="off") as engine:
-        ids = [engine.add(prompt, one) for prompt, one in zip(prompts(4), params, strict=True)]
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_work:
-            engine.step()
-            outputs |= {output.id: output for output in engine.poll() if output.finished}
-    for prompt, one, request_id in zip(prompts(4), params, ids, strict=True):
-        sampling = Sampling(one.temperature, one.top_p, one.top_k, one.min_p, one.seed or 0)
-        wanted = coupled_rounds(oracle(), prompt, sampling, K, one.max_new_tokens, ())
-        if wanted.clear and dtype == "f32":
-            compared += 1
-            tally.equal(f"sampled tokens (seed {one.seed})", outputs[request_id].token_ids, tuple(wanted.token_ids))
-            tally.equal(f"rounds of the sampled text (seed {one.seed})", outputs[request_id].rounds, tuple(wanted.rounds))
-        tally.no_error(f"request {request_id} (seed {one.seed})", outputs[request_id].error)
-    tally.true("at least one sampled text has no close choice", compared > 0 or dtype != "f32")
+        outputs = _served(engine, params)
+    as_chosen(tally, "that samples", params, outputs, K, target.rounding(dtype), [plain] * len(params))
 
 
 def _thinking(drafts: int, target: Target, tally: Tally) -> None:
     """Limits of thinking and reply, judged row by row of every window: greedy texts as the oracle writes them under the same
     rules, where no choice is close."""
-    dtype, compared = working_dtype(target), 0
     params = [SamplingParams(max_new_tokens=20, stop_token_ids=(0,), **options) for options in THINKING]
+    dtype = working_dtype(target)
     options: dict[str, Any] = {"think_end_ids": THINK_END, "think_forced_ids": THINK_FORCED, "dtype": dtype}
     with target.engine(draft_tokens=drafts, max_num_seqs=4, block_size=4, **options) as engine:
-        ids = [engine.add(prompt, one) for prompt, one in zip(prompts(len(params)), params, strict=True)]
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_work:
-            engine.step()
-            outputs |= {output.id: output for output in engine.poll() if output.finished}
-    for prompt, one, request_id in zip(prompts(len(params)), params, ids, strict=True):
-        rule = partial(_limited, one, len(prompt))
-        wanted = coupled_rounds(oracle(), prompt, Sampling(), drafts, one.max_new_tokens, (0,), rule)
-        if wanted.clear and dtype == "f32":
-            compared += 1
-            tally.equal(f"tokens (thinking_limit {one.thinking_limit})", outputs[request_id].token_ids, tuple(wanted.token_ids))
-            tally.equal(f"rounds (thinking_limit {one.thinking_limit})", outputs[request_id].rounds, tuple(wanted.rounds))
-        tally.no_error(f"request {request_id}", outputs[request_id].error)
-    tally.true("most texts have no close choice", compared > len(params) // 2 or dtype != "f32")
+        outputs = _served(engine, params)
+    rules = [partial(_limited, one, len(output.prompt_ids)) for one, output in zip(params, outputs, strict=True)]
+    as_chosen(tally, "under limits of thinking", params, outputs, drafts, target.rounding(dtype), rules)
+
+
+def _served(engine: Engine, params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """The results of a prompt each, in their order."""
+    ids = [engine.add(prompt, one) for prompt, one in zip(prompts(len(params)), params, strict=True)]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        engine.step()
+        outputs |= {output.id: output for output in engine.poll() if output.finished}
+    return [outputs[request_id] for request_id in ids]
 
 
 def _limited(params: SamplingParams, begin: int, logits: Array, known: Sequence[int]) -> Array:

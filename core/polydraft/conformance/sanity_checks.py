@@ -122,7 +122,7 @@ def _tokens(target: Target, tally: Tally) -> None:
     """Tokens for each target forward are what the oracle's rounds give: drafting is on, and drafts are as good as they are."""
     engine = run(target, tally, _asks(), max_num_seqs=BATCH)
     rounds = [accepted for ask in _asks() for accepted in ask.expected(K).rounds]
-    if working_dtype(target) == "f32":
+    if target.rounding(working_dtype(target)) == "f32":
         tally.equal("accepted drafts", engine.totals.accepted, sum(rounds))
         tally.equal("rounds", engine.totals.rounds, len(rounds))
     mean = 1 + engine.totals.accepted / max(engine.totals.rounds, 1)

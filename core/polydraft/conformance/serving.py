@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from polydraft.conformance.check import Tally, Wrong
 from polydraft.conformance.oracle import GreedyRounds, greedy_rounds
-from polydraft.conformance.probe import NUM_TOKENS, Model, certain, oracle
+from polydraft.conformance.oracle.coupled import Process, Sampling, coupled_along
+from polydraft.conformance.probe import MARGIN, NUM_TOKENS, Model, certain, oracle
 from polydraft.engine import Engine
 from polydraft.output.request_output import RequestOutput
 from polydraft.sampling_params import SamplingParams
@@ -20,6 +21,8 @@ from polydraft.sentinels import Phase
 
 MOST_STEPS = 2000
 """A run that takes more is taken to hang; the longest here takes a hundred."""
+CLEAR = 1e-4
+"""What a choice has to lead by in float32 where no margin is enforced, in logits."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,30 @@ def as_expected(
             rounds, got_rounds = rounds[:whole], got_rounds[:whole]
         tally.equal(f"tokens of {who}", got, tokens)
         tally.equal(f"acceptance trace of {who}", got_rounds, rounds)
+
+
+def as_chosen(
+    tally: Tally, what: str, params: Sequence[SamplingParams], outputs: Sequence[RequestOutput], num_drafts: int, rounding: str,
+    processes: Sequence[Process],
+) -> None:  # fmt: skip
+    """Tokens and the acceptance trace of texts that are sampled, or whose logits are processed, are what the oracle chooses. A
+    choice that `rounding` may decide has to be one of those that it may bring about, and what is behind it is compared, too."""
+    clear = total = 0
+    for number, (one, output, process) in enumerate(zip(params, outputs, processes, strict=True)):
+        who = f"request {number} {what}"
+        tally.no_error(who, output.error)
+        if output.error:
+            continue
+        sampling = Sampling(one.temperature, one.top_p, one.top_k, one.min_p, one.seed or 0)
+        wanted = coupled_along(
+            oracle(), output.prompt_ids, (output.token_ids, output.rounds), sampling, num_drafts, one.max_new_tokens,
+            one.stop_token_ids, process, CLEAR if rounding == "f32" else MARGIN[rounding],
+        )  # fmt: skip
+        tally.equal(f"tokens of {who}", output.token_ids, tuple(wanted.token_ids))
+        tally.equal(f"acceptance trace of {who}", output.rounds, tuple(wanted.rounds))
+        tally.near_ties += wanted.differs
+        clear, total = clear + wanted.clear, total + len(wanted.token_ids)
+    tally.true(f"most choices are clear, got {clear} of {total}", 2 * clear > total or not total)
 
 
 def _rounds_within(rounds: Sequence[int], num_tokens: int) -> int:

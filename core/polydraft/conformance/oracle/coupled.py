@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ Process = Callable[[Array, Sequence[int]], Array]
 _WORD = 2**32
 
 
-def _plain(logits: Array, known: Sequence[int]) -> Array:
+def plain(logits: Array, known: Sequence[int]) -> Array:
+    """Logits as they are."""
     del known
     return logits
 
@@ -39,25 +41,32 @@ class Sampling:
     seed: int = 0
 
     def choose(self, logits: Array, position: int, tolerance: float = 1e-4) -> tuple[int, bool]:
-        """The token at absolute `position`, and whether the choice is clear.
+        """The token at absolute `position`, and whether the choice is clear: no other one is among those that `may` come."""
+        z, noise = self._scaled(logits, position)
+        token_id = int(np.argmax(np.where(self._keep(z, 0.0), z + noise, -np.inf)))
+        return token_id, bool(self.may(logits, position, tolerance).sum() == 1)
 
-        It is where the best sum leads by more than `tolerance`, and would not change if every filter kept what lies
-        within `tolerance` of its border, or cut it: in logits over temperature for top-k, else in probability.
-        """
+    def may(self, logits: Array, position: int, tolerance: float) -> Array:
+        """Which tokens may be chosen at absolute `position` where any two logits are nearer or farther apart by `tolerance`; [V]
+        bool. They are those that all filters may keep, and whose sum misses the best of those that they must keep by no more."""
+        z, noise = self._scaled(logits, position)
+        slack = tolerance / (self.temperature or 1.0)
+        best = np.max(np.where(self._keep(z, -slack), z + noise, -np.inf))
+        return np.asarray(self._keep(z, slack) & (z + noise >= best - slack))
+
+    def _scaled(self, logits: Array, position: int) -> tuple[Array, Array | float]:
+        """Logits over temperature, and the noise that is added to them."""
         if self.temperature == 0:
-            return int(np.argmax(logits)), _lead(logits) > tolerance
-        z = logits / float(np.float32(self.temperature))
-        sums = z + gumbel(self.seed, position, len(z))
-        cut, exact, loose = (self._keep(z, slack) for slack in (-tolerance, 0.0, tolerance))
-        token_id = int(np.argmax(np.where(exact, sums, -np.inf)))
-        wide = np.where(loose, sums, -np.inf)
-        return token_id, bool(cut[token_id] and np.argmax(wide) == token_id and _lead(wide) > tolerance)
+            return logits, 0.0
+        return logits / float(np.float32(self.temperature)), gumbel(self.seed, position, len(logits))
 
     def _keep(self, z: Array, slack: float) -> Array:
         """Which tokens survive top-k (of equals the lower ids), then top-p over what it left, then min-p; [V] bool.
 
-        With `slack` above 0 the filters also keep what misses their border by less, below 0 they cut what makes it by less.
+        With `slack` above 0 those that may where any two of `z` are nearer or farther apart by so much, below 0 those that must.
         """
+        if self.temperature == 0:
+            return np.ones(len(z), bool)
         order = np.lexsort((np.arange(len(z)), -z))  # best first
         ranked, size = z[order], min(self.top_k or len(z), len(z))
         keep = np.arange(len(z)) < size
@@ -65,11 +74,14 @@ class Sampling:
             keep = keep & (ranked > ranked[size] - slack) if slack < 0 else keep | (ranked > ranked[size - 1] - slack)
         share = np.exp(ranked - ranked[0])
         if self.top_p < 1:
-            before = (np.cumsum(share) - share) / share[:size].sum()
-            keep &= np.minimum(before, before[size - 1]) < np.float32(self.top_p) + slack
+            ahead = np.searchsorted(-ranked, -ranked - slack) if slack else np.arange(len(z))
+            sums = np.append(0.0, np.cumsum(share[:size]))
+            before = sums[np.minimum(ahead, size)] - (share if slack < 0 else 0.0)
+            odds = np.float32(self.top_p) * np.exp(slack)
+            keep &= before < sums[-1] * odds / (odds + 1 - np.float32(self.top_p))
         if self.min_p > 0:
-            keep &= share >= np.float32(self.min_p) - slack
-        keep[0] = True
+            keep &= share >= np.float32(self.min_p) * np.exp(-slack)
+        keep[0] |= slack >= 0
         return keep[np.argsort(order)]
 
 
@@ -83,13 +95,26 @@ class CoupledRounds(NamedTuple):
     """Whether every choice made was clear, the target's and the drafts'; else a float32 engine may differ."""
 
 
+class Along(NamedTuple):
+    """What decoding with K drafts a round yields where it goes on from an engine's own text, token by token, round by round."""
+
+    token_ids: list[int]
+    """The engine's wherever it may be chosen behind those before it, else what would be."""
+    rounds: list[int]
+    """Accepted drafts of each decode round, the engine's likewise."""
+    clear: int
+    """Places at which no other token may be chosen."""
+    differs: bool
+    """Whether some token of the engine's may be chosen and would not be by exact logits."""
+
+
 def coupled_text(
     model: OracleModel,
     prompt_ids: Sequence[int],
     sampling: Sampling,
     max_new: int,
     stop_ids: Collection[int],
-    process: Process = _plain,
+    process: Process = plain,
 ) -> tuple[list[int], bool]:
     """The target's text without any drafting, one full forward a token, and whether every choice was clear."""
     known, all_clear = list(prompt_ids), True
@@ -111,7 +136,7 @@ def coupled_rounds(
     K: int,
     max_new: int,
     stop_ids: Collection[int],
-    process: Process = _plain,
+    process: Process = plain,
 ) -> CoupledRounds:
     """Decode with up to `K` drafts a round; drafts are chosen like tokens, with the noise of the position they stand for and
     with logits processed as if the drafts before were text.
@@ -119,27 +144,75 @@ def coupled_rounds(
     A round drafts min(K, room - 1) tokens and accepts those that the text repeats; one that stops counts up to the stop.
     """
     token_ids, all_clear = coupled_text(model, prompt_ids, sampling, max_new, stop_ids, process)
-    known = [*prompt_ids, *token_ids]
-    limit = min(len(prompt_ids) + max_new, model.description.max_model_len)
+    known, begin = [*prompt_ids, *token_ids], len(prompt_ids)
+    limit = min(begin + max_new, model.description.max_model_len)
     states = model.target_states(known)
     rounds: list[int] = []
-    at = len(prompt_ids) + 1
+    at = begin + 1
     while at < len(known):
         drafts, clear = _draft(model, known[:at], states[: at - 1], sampling, min(K, limit - at - 1), process)
-        all_clear &= clear
-        following = known[at : at + len(drafts)]
-        accepted = int(np.argmin([*(a == b for a, b in zip(drafts, following, strict=False)), False]))
-        rounds.append(accepted)
-        at += accepted + 1
+        all_clear &= all(clear)
+        rounds.append(_repeated(drafts, known[at:]))
+        at += rounds[-1] + 1
     return CoupledRounds(token_ids, rounds, all_clear)
 
 
+def coupled_along(
+    model: OracleModel,
+    prompt_ids: Sequence[int],
+    text: tuple[Sequence[int], Sequence[int]],
+    sampling: Sampling,
+    K: int,
+    max_new: int,
+    stop_ids: Collection[int],
+    process: Process = plain,
+    tolerance: float = 1e-4,
+) -> Along:
+    """Judge an engine's `text`, tokens and rounds, where rounding brings any two logits nearer or farther apart by `tolerance`.
+
+    Each choice is judged behind the engine's own tokens, so that a text counts behind a close choice, too.
+    """
+    begin, vocab = len(prompt_ids), model.description.vocab_size
+    limit = min(begin + max_new, model.description.max_model_len)
+    known = [*prompt_ids, *takewhile(lambda token: 0 <= token < vocab, text[0][: limit - begin])]
+    states = model.target_states(known)
+    token_ids, num_clear, differs = list[int](), 0, False
+    for at, row in enumerate(model.target_logits(states[begin - 1 :]), begin):
+        if at == limit or (token_ids and token_ids[-1] in stop_ids):
+            break
+        logits = process(row, known[:at])
+        token_id, clear = sampling.choose(logits, at, tolerance)
+        num_clear += clear
+        own = known[at] if at < len(known) else token_id
+        token_ids.append(own if sampling.may(logits, at, tolerance)[own] else token_id)
+        differs |= token_ids[-1] != token_id
+    rounds, at = list[int](), begin + 1
+    while at < len(known):
+        drafts, clears = _draft(model, known[:at], states[: at - 1], sampling, min(K, limit - at - 1), process, tolerance)
+        accepted, close = _repeated(drafts, known[at:]), [*clears, False].index(False)
+        own = next(iter(text[1][len(rounds) :]), accepted)
+        rounds.append(own if close <= min(own, accepted) and own <= len(drafts) else accepted)
+        at += rounds[-1] + 1
+    return Along(token_ids, rounds, num_clear, differs)
+
+
+def _repeated(drafts: Sequence[int], following: Sequence[int]) -> int:
+    """How many drafts the text repeats."""
+    return int(np.argmin([*(a == b for a, b in zip(drafts, following, strict=False)), False]))
+
+
 def _draft(
-    model: OracleModel, known: Sequence[int], states: Array, sampling: Sampling, num: int, process: Process
-) -> tuple[list[int], bool]:
-    """Draft `num` tokens behind `known`, recomputing all MTP rows in every pass; and whether all were clear."""
-    mtp, following, all_clear = model.description.mtp, list(known[1:]), True
-    drafts: list[int] = []
+    model: OracleModel,
+    known: Sequence[int],
+    states: Array,
+    sampling: Sampling,
+    num: int,
+    process: Process,
+    tolerance: float = 1e-4,
+) -> tuple[list[int], list[bool]]:
+    """Draft `num` tokens behind `known`, recomputing all MTP rows in every pass; and which of them were clear."""
+    mtp, following = model.description.mtp, list(known[1:])
+    drafts, clears = list[int](), list[bool]()
     assert mtp is not None
     fed = states if mtp.feed == "pre" else model._norm(states, "norm")
     for _ in range(num):
@@ -150,18 +223,12 @@ def _draft(
         newest = model.block(joined @ model.w["mtp.0.proj"].T, mtp.blocks[0], "mtp.0.")[-1:]
         normed = model._norm(newest, "norm" if mtp.final_norm == "target" else "mtp.0.final_norm")
         logits = process((normed @ model.w["lm_head"].T)[0], [*known, *drafts])
-        token_id, clear = sampling.choose(logits, len(known) + len(drafts))
+        token_id, clear = sampling.choose(logits, len(known) + len(drafts), tolerance)
         drafts.append(token_id)
-        all_clear &= clear
+        clears.append(clear)
         following.append(token_id)
         fed = np.vstack([fed, newest if mtp.recycle == "pre" else normed])
-    return drafts, all_clear
-
-
-def _lead(values: Array) -> float:
-    """Best minus second."""
-    second, best = np.partition(values, -2)[-2:]
-    return float(best - second)
+    return drafts, clears
 
 
 @lru_cache(maxsize=8192)

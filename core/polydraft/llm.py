@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -91,19 +91,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts; results in their order. A bad prompt raises `RequestError` before anything runs.
 
-        `progress(done, total)` is called as requests end. Interrupting (Ctrl-C) ends every request with what it has; a second
-        time it does not wait for the end of the step."""
+        `progress(done, total)` is called as requests end; what it raises aborts the others and is passed on. Interrupting
+        (Ctrl-C) ends every request with what it has; a second time it does not wait for the end of the step."""
         many = _as_prompts(prompts)
         if progress is not None and not callable(progress):
             raise RequestError(f"progress is {progress!r}, wanted a function of requests done and of all; correct the call")
         mine: deque[RequestOutput] = deque()
         ids = self._add_all(many, params, mine, stream=False)
         done: dict[str, RequestOutput] = {}
-        for output in self._run(ids, mine):
-            if output.finished:
-                done[output.id] = output
-                if progress:
-                    progress(len(done), len(ids))
+        with closing(self._run(ids, mine)) as outputs:
+            for output in outputs:
+                if output.finished:
+                    done[output.id] = output
+                    if progress:
+                        progress(len(done), len(ids))
         return [done[i] for i in ids]
 
     def stream(
@@ -139,7 +140,7 @@ class LLM:
             self._calls |= dict.fromkeys(ids, mine)
         return ids
 
-    def _run(self, all_ids: list[str], mine: deque[RequestOutput]) -> Iterator[RequestOutput]:
+    def _run(self, all_ids: list[str], mine: deque[RequestOutput]) -> Generator[RequestOutput, None, None]:
         ids = set(all_ids)
         try:
             while ids or self.engine.checks_text:

@@ -566,6 +566,30 @@ def test_what_another_call_has_brought_is_not_lost_where_one_is_interrupted():
     assert sorted(output.id for output in client._interrupt(set(ids), mine)) == ids
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, GeneratorExit])
+def test_what_progress_raises_is_passed_on_and_ends_every_request(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Also where somebody holds what hands the results on, as a debugger may, and nothing ends with the last reference to it."""
+    client, kept, run = llm(), list[Any](), LLM._run
+
+    def keeping(self: LLM, *given: Any) -> Any:
+        kept.append(run(self, *given))
+        return kept[-1]
+
+    monkeypatch.setattr(LLM, "_run", keeping)
+
+    def progress(done: int, total: int) -> None:
+        raise error(f"{done} of {total}")
+
+    with pytest.raises(error, match="1 of 3"):
+        client.generate(PROMPTS[:3], [params(max_new_tokens=n) for n in (2, 30, 40)], progress=progress)
+    assert not client.engine.requests
+    assert not client._calls
+    runs.come_to_rest(client.engine)
+    assert [len(output.token_ids) for output in client.generate(PROMPTS[:2], params(max_new_tokens=4))] == [4, 4]
+
+
 def test_parameters_go_to_their_prompts():
     client, seen = llm(), []
     own = [params(max_new_tokens=n) for n in (3, 1, 5)]

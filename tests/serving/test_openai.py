@@ -151,6 +151,18 @@ def test_offsets_are_places_of_the_text(client: Any) -> None:
         assert pieces == choice.logprobs.tokens
 
 
+def test_an_end_within_a_text_takes_no_place_of_it(client: Any) -> None:
+    """Where special tokens are shown that of a prompt is, and one that was generated never."""
+    shown = {"skip_special_tokens": False, "ignore_eos": True}
+    ask = {"prompt": [5, 0, 9], "logit_bias": {"0": 10}, "frequency_penalty": 2, "extra_body": shown}
+    choice = complete(client, logprobs=0, echo=True, max_tokens=8, **ask).choices[0]
+    tokens, starts = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert "<eos>" in tokens[3:-1]
+    assert choice.text.count("<eos>") == 1
+    pieces = [choice.text[begin:end].strip() for begin, end in zip(starts, [*starts[1:], None], strict=True)]
+    assert pieces == ["" if place > 2 and token == "<eos>" else token for place, token in enumerate(tokens)]
+
+
 def chat(client: Any, **options: Any) -> Any:
     given: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "temperature": 0, **options}
     return client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **given)

@@ -196,10 +196,12 @@ class IncrementalDecoder:
     _ANCHOR = 5  # more than the 3 unfinished bytes, each of which may be a token, plus one token before them
     _LONGEST = 16
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        """Start an empty text. `skip_special_tokens` as in `Tokenizer.decode`."""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, generated: bool = False) -> None:
+        """Start an empty text. `skip_special_tokens` as in `Tokenizer.decode`; where they are shown, a `generated` text leaves
+        out those that end one all the same."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._ends = frozenset(tokenizer.eos_token_ids) if generated and not skip_special_tokens else frozenset()
         self._hidden = {"none", "special"} if skip_special_tokens else {"none"}
         self._recent: list[int] = []
         self._emitted = 0  # characters of the decoded recent tokens that were handed out
@@ -209,7 +211,7 @@ class IncrementalDecoder:
     def push(self, token_ids: Iterable[int]) -> str:
         """Append `token_ids` and return the new text that is certain; may be empty."""
         kind, hidden = self._tokenizer.kind, self._hidden
-        self._recent += [token for token in token_ids if kind(token) not in hidden]
+        self._recent += [token for token in token_ids if kind(token) not in hidden and token not in self._ends]
         if not self._recent or kind(self._recent[-1]) == "byte":
             return ""
         text = self._decode()
@@ -234,10 +236,9 @@ class IncrementalDecoder:
 class TextOffsets:
     """Where in a text its tokens begin, in characters. A token that is a part of a character begins where the character does."""
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, *, skip_special_tokens: bool = True) -> None:
-        """The first token begins at `start`. `skip_special_tokens` as the text was decoded."""
-        self._tokenizer = tokenizer
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, **shown: bool) -> None:
+        """The first token begins at `start`. `shown`: as `IncrementalDecoder` was told to decode the text."""
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, **shown)
         self._at = start
         self._run: list[int] = []
         """Bytes, each of them a token, whose text is held back until another token ends them."""

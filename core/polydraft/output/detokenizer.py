@@ -7,7 +7,6 @@ every other request, off the step's path.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
 from ahocorasick_rs import AhoCorasick, Implementation
 
@@ -42,9 +41,8 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), min_tokens: int = 0, *, skip_special_tokens: bool = True
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, generated=True)
         self._min_tokens = min_tokens
-        self._ends = frozenset() if skip_special_tokens else frozenset(tokenizer.eos_token_ids)
         self._stops = StopStrings(stops) if stops else None
         self.text = ""
         self.decoded = 0
@@ -57,18 +55,14 @@ class Detokenizer:
         """Append tokens, one at a time where a stop string may cut; True when one did, and nothing after it counts."""
         if self._stops is None:
             self.decoded += len(token_ids)
-            self.text += self._decode(token_ids)
+            self.text += self._decoder.push(token_ids)
             return False
         for token in token_ids if not self.stopped else ():
             self.decoded += 1
-            self._append(self._decode((token,)), self._stops)
+            self._append(self._decoder.push((token,)), self._stops)
             if self.stopped:
                 break
         return self.stopped
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        shown = [token for token in token_ids if token not in self._ends] if self._ends else token_ids
-        return self._decoder.push(shown)
 
     def end(self) -> None:
         """No more tokens: what was held back is text, too."""

@@ -47,9 +47,9 @@ class TokenTexts:
         """The text of several."""
         return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    def offsets(self, start: int = 0, *, skip_special_tokens: bool = True) -> TextOffsets:
-        """Where in a text that begins at `start` its tokens do."""
-        return TextOffsets(self._tokenizer, start, skip_special_tokens=skip_special_tokens)
+    def offsets(self, start: int, **shown: bool) -> TextOffsets:
+        """Where in a text that begins at `start` its tokens do; `shown` as in `TextOffsets`."""
+        return TextOffsets(self._tokenizer, start, **shown)
 
 
 @dataclass
@@ -102,8 +102,8 @@ class Choice:
         self._reported = 0
         self._offsets = self._offsets_from(0)
 
-    def _offsets_from(self, start: int) -> TextOffsets:
-        return self._texts.offsets(start, skip_special_tokens=self._skips)
+    def _offsets_from(self, start: int, *, generated: bool = True) -> TextOffsets:
+        return self._texts.offsets(start, skip_special_tokens=self._skips, generated=generated)
 
     def prompt_text(self) -> str:
         """The prompt as it is echoed."""
@@ -223,7 +223,7 @@ class Choice:
 
     def prompt_logprobs(self, top: int) -> dict[str, list[Any]]:
         """The same of the prompt's tokens, the first without a number; `text_offset` counts on from here."""
-        columns, offsets = _columns(), self._offsets_from(0)
+        columns, offsets = _columns(), self._offsets_from(0, generated=False)
         for part, value in zip(columns, (self._texts.of(self.prompt_ids[0]), None, None, None, 0), strict=True):
             columns[part].append(value)
         offsets.push(self.prompt_ids[0])

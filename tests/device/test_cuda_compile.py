@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from polydraft.contracts import COLLECTIVES, COMPOSITES, REGISTRY
 from polydraft.contracts.inputs import default_cases
 from polydraft.errors import DeviceError
 from polydraft_cuda import CAPABILITIES, compiler
-from polydraft_cuda.kernels import kernels
+from polydraft_cuda.kernels import experts, kernels
+from polydraft_cuda.kernels.routing import FREE_SHARED
 from tests.device.paper import SHAPES, bind_collectives, bind_of_ranks, bind_on_paper, bind_packed, bind_shape
 from tests.support.depth import among, deep
 
@@ -155,6 +157,42 @@ def test_every_source_compiles_for_the_others(arch: str):
 def test_every_kernel_compiles(arch: str):
     """All combinations of defines."""
     compile_all(arch, variants(arch))
+
+
+LEAST_SHARED = 101376
+"""Bytes of shared memory that a block may have where that is least: on compute capability 8.6, 8.9 and 12.0."""
+SHARED_BEFORE = {"sm_120": 1024}
+"""Bytes in front of a kernel's own arrays that are the driver's: their section counts them, what a block may have does not."""
+
+
+def own_arrays(cubin: bytes, kernel: str) -> int:
+    """Bytes of shared memory of the arrays that a kernel declares itself: the size of a section of an ELF file of 64 bits."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + size * i) for i in range(count)]
+    texts = headers[names][4]
+    sizes = {cubin[texts + name :].partition(b"\0")[0].decode(): nbytes for name, *_, nbytes in headers}
+    return sizes.get(f".nv.shared.{kernel}", 0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("in_a_hurry")
+@pytest.mark.parametrize("arch", among(("sm_86",), ("sm_86", "sm_89", "sm_120")))
+def test_a_block_has_the_shared_memory_that_its_kernel_wants_where_that_is_least(arch: str):
+    """Those that ask for little have 48 KiB of arrays of their own at most."""
+    every = [
+        one
+        for shape, invariant in itertools.product(SHAPES, (False, True))
+        for one in bind_shape(shape, "bf16", arch=arch, row_invariant=invariant, shared_bytes=LEAST_SHARED)
+        if one.shared > FREE_SHARED
+    ]
+    assert {"expert_stream", "attention_decode", "attention_prefill"} <= {one.name for one in every}
+    products = [one.defines for one in every if one.name == "expert_stream"]
+    sizes = {tuple(told[name.upper()] for name in experts.Size._fields) for told in products}
+    assert sizes == {*experts.SIZES, *experts.INVARIANT}
+    for one in every:
+        own = own_arrays(compiler.compile_source(one.source, defines=one.defines, arch=arch), one.name)
+        wanted = one.shared + own - SHARED_BEFORE.get(arch, 0)
+        assert 0 < own < wanted <= LEAST_SHARED, (one.name, one.defines, wanted)
 
 
 @pytest.fixture

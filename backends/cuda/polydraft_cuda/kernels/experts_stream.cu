@@ -27,7 +27,7 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
               int experts, int outputs, int inputs) {
     extern __shared__ vec4 ring[];  // [WARPS][DEPTH][ROWS][8], halves of odd rows swapped: no bank is asked twice
     __shared__ float shares[TURNS][WARPS][PARTS * ROWS * 8];
-    __shared__ int first_item[MOST_EXPERTS + 1], begin_of[MOST_EXPERTS + 1], scratch[33];
+    __shared__ int first_item[MOST_EXPERTS + 1], scratch[33];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int chunks = inputs >> 6, mine = (chunks - warp + WARPS - 1) / WARPS, tiles = (outputs + STEP - 1) / STEP;
     const int leaf = blockIdx.y, leaves = gridDim.y;
@@ -37,19 +37,19 @@ expert_stream(const act_t* __restrict__ x, const act_t* __restrict__ w, const in
     int done = 0;
     for (int base = 0; base < experts; base += THREADS) {
         const int e = base + threadIdx.x;
-        const int begin = e < experts ? begins[e] : 0, count = e < experts ? begins[e + 1] - begin : 0;
+        const int count = e < experts ? begins[e + 1] - begins[e] : 0;
         int total;
         const int items = (count + TOKENS - 1) / TOKENS * tiles, before = block_scan(items, scratch, total);
-        if (e < experts) first_item[e] = done + before - items, begin_of[e] = begin;
+        if (e < experts) first_item[e] = done + before - items;
         done += total;
     }
-    if (threadIdx.x == 0) first_item[experts] = done, begin_of[experts] = begins[experts];
+    if (threadIdx.x == 0) first_item[experts] = done;
     __syncthreads();
     const int items = done;
 
     auto item_of = [&](int number, int expert) {  // `expert`: one at or before it
         while (number >= first_item[expert + 1]) expert++;
-        const int begin = begin_of[expert], all = begin_of[expert + 1] - begin, passes = (all + TOKENS - 1) / TOKENS;
+        const int begin = begins[expert], all = begins[expert + 1] - begin, passes = (all + TOKENS - 1) / TOKENS;
         const int place = number - first_item[expert], first = place % passes * TOKENS;
         return Item{expert, place / passes, begin + first, min(TOKENS, all - first)};
     };

@@ -68,6 +68,8 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     pointer: int
+    device: Any = field(repr=False, compare=False)
+    """As memory of a GPU, it keeps its device."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,7 @@ class PaperDevice:
 
     def empty(self, name: str, shape: Any, dtype: str) -> Buffer:
         shape = tuple(shape)
-        return Buffer(name, shape, dtype, self.allocate(name, int(np.prod(shape)) * DTYPES[dtype].itemsize))
+        return Buffer(name, shape, dtype, self.allocate(name, int(np.prod(shape)) * DTYPES[dtype].itemsize), self)
 
     def zeros(self, name: str, shape: Any, dtype: str) -> Buffer:
         return self.empty(name, shape, dtype)

@@ -317,14 +317,6 @@ def test_tiles_are_not_split_where_blocks_would_idle_or_scales_are_of_groups():
     assert chosen(invariant, packed_projection(invariant, 4096, 11008, "fp8-channel-a8")[1], 150)[-1] == "linear_tile.cu 256"
 
 
-def test_a_device_whose_projections_are_gone_is_freed():
-    device: Any = Recorder(dtype="bf16")
-    bound, seen = projection(device, 22016, 4096), weakref.ref(device)
-    del bound, device
-    gc.collect()
-    assert seen() is None
-
-
 def test_small_matrices_and_other_architectures(library: bool):
     device: Any = Recorder(dtype="bf16")
     _, small = projection(device, 512, 256)
@@ -1128,6 +1120,20 @@ def test_so_they_do_where_launches_do_not_overlap():
     device: Any = Recorder(dtype="bf16", arch="sm_80")
     _, both = layer(device)
     assert both(4) == [("rope.cu", None), ("attention_decode.cu", 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"), [("linear.flags", lambda device: projection(device, 22016, 4096)), ("rope.turns", layer)]
+)
+def test_launches_share_what_is_freed_with_them_and_their_device(name: str, launches: Callable[[Any], Any]):
+    device: Any = Recorder(dtype="bf16")
+    bound, seen = [launches(device) for _ in range(2)], weakref.ref(device)
+    arguments = [argument for one in device.bound for argument in one.arguments if getattr(argument, "name", "") == name]
+    assert len(arguments) > 1
+    assert len({argument.pointer for argument in arguments}) == 1
+    del bound, device, arguments
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.parametrize("options", [{"head_dim": 256}, {"head_dim": 24}, {"block_size": 8}])

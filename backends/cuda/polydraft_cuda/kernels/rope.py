@@ -1,6 +1,7 @@
 """Rotary embedding with the store of keys and values, and the table of cosines and sines that it uses.
 
-Layers with the same rotation share one table; it is computed in float64 when the first of them is bound.
+Layers with the same rotation share one table. It is computed in float64 when the first of them is bound, and freed with the last
+of their launches.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from polydraft_cuda.kernels import quantised
 from polydraft_cuda.kernels.provider import Kernel, source
 
 WARPS = 4
-_TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[float, ...], float], Any]] = weakref.WeakKeyDictionary()
+_TABLES: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[float, ...], float], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+"""The tables of each device; the launches that use them keep them alive, and with them the device."""
 
 
 def table_of(device: CudaDevice, a: Any, limits: Limits) -> Any:
     """[positions, pairs, 2] float32: cosine and sine of each pair at every position that a text or a block table has room for."""
     length = max(limits.max_len, a.block_table.shape[1] * a.block_size)
     tables, key = _TABLES.setdefault(device, {}), (a.frequencies, float(a.attention_factor))
-    found = tables.get(key)
+    found = tables[key]() if key in tables else None
     if found is None or found.shape[0] < length:
-        found = tables[key] = device.empty("rope.turns", (length, len(a.frequencies), 2), "f32")
+        found = device.empty("rope.turns", (length, len(a.frequencies), 2), "f32")
         device.load(found, np.stack(turns(a, length), axis=-1).astype(np.float32))
+        tables[key] = weakref.ref(found)
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from polydraft import LLM, Engine, SamplingParams
 from polydraft.errors import CheckpointError, DeviceError
-from polydraft_cuda import ipc
+from polydraft_cuda import driver, ipc
 from polydraft_cuda.remapped import RemappedMemory
 from tests.step.test_weights_from_memory import MODEL, MOVED, PROMPTS, arrays, mix_no_policies, served, tokens
 from tests.support import tiny
@@ -26,7 +27,7 @@ PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=0)
 
 # -- on paper -----------------------------------------------------------------------------------------
 class Driver:
-    """The driver's virtual memory, with so many granules behind it."""
+    """The driver's virtual memory, with so many granules behind it. `codes`: of a call's name, what its next calls return."""
 
     CUmemAllocationProp = CUmemAccessDesc = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -39,6 +40,10 @@ class Driver:
         self.reserved: dict[int, int] = {}
         self.created: dict[int, int] = {}
         self.mapped: dict[int, bytearray] = {}
+        self.codes: dict[str, list[int]] = {}
+
+    def code(self, name: str) -> int:
+        return self.codes[name].pop(0) if self.codes.get(name) else 0
 
     def cuMemGetAllocationGranularity(self, properties: Any, least: int) -> tuple[int, int]:
         return 0, GRANULE
@@ -50,8 +55,8 @@ class Driver:
         return 0, start
 
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[int, int]:
-        if size // GRANULE > self.free:
-            return 2, 0
+        if code := 2 if size // GRANULE > self.free else self.code("cuMemCreate"):
+            return code, 0
         self.free -= size // GRANULE
         handle = len(self.created) + 1
         self.created[handle] = size
@@ -59,16 +64,16 @@ class Driver:
 
     def cuMemMap(self, start: int, size: int, offset: int, handle: int, flags: int) -> tuple[int]:
         assert start not in self.mapped
-        self.mapped[start] = bytearray(self.reserved[start])
-        return (0,)
+        if not (code := self.code("cuMemMap")):
+            self.mapped[start] = bytearray(self.reserved[start])
+        return (code,)
 
     def cuMemSetAccess(self, start: int, size: int, access: list[Any], count: int) -> tuple[int]:
         assert (self.reserved[start], len(access), count) == (size, 1, 1)
-        return (0,)
+        return (self.code("cuMemSetAccess"),)
 
     def cuMemUnmap(self, start: int, size: int) -> tuple[int]:
-        del self.mapped[start]
-        return (0,)
+        return (int(self.mapped.pop(start, None) is None),)
 
     def cuMemRelease(self, handle: int) -> tuple[int]:
         self.free += self.created[handle] // GRANULE
@@ -89,19 +94,20 @@ class OnPaper:
         self.cuda = Driver(granules)
 
     def call(self, name: str, *arguments: Any, doing: str = "") -> Any:
-        code, *rest = getattr(self.cuda, name)(*arguments)
-        assert code == 0
-        return rest[0] if rest else None
+        return driver.check(getattr(self.cuda, name)(*arguments), doing or name)
 
     def _span(self, pointer: int) -> tuple[bytearray, int]:
         start = max(start for start in self.cuda.mapped if start <= pointer)
         return self.cuda.mapped[start], pointer - start
 
     def read(self, pointer: int, shape: tuple[int, ...], dtype: str) -> Any:
+        if self.cuda.code("read"):
+            raise MemoryError("the host has no room")
         memory, begin = self._span(pointer)
         return np.frombuffer(memory, np.uint8)[begin : begin + shape[0]].copy()
 
     def write(self, pointer: int, value: Any) -> None:
+        driver.check((self.cuda.code("write"),), "loading")
         memory, begin = self._span(pointer)
         memory[begin : begin + value.nbytes] = value.tobytes()
 
@@ -149,6 +155,61 @@ def test_where_memory_is_short_nothing_is_taken_and_it_sleeps_on():
     device.cuda.free += 4
     memory.wake()
     assert (device.read(places[1], (256,), "u8") == 7).all()
+
+
+def three_weights() -> tuple[OnPaper, RemappedMemory, Callable[[], bool]]:
+    """A device with three weights in memory of their own and a cache, and whether all of the weights are whole."""
+    device = OnPaper()
+    memory = RemappedMemory(device)  # type: ignore[arg-type]
+    places = [memory.allocate("weight", GRANULE) for _ in range(3)]
+    memory.allocate("cache", GRANULE)
+    for number, place in enumerate(places):
+        device.write(place, np.full(GRANULE, number + 1, np.uint8))
+    return device, memory, lambda: all((device.read(place, (GRANULE,), "u8") == i + 1).all() for i, place in enumerate(places))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "write"])
+def test_a_wake_up_that_fails_takes_nothing_and_can_be_tried_again(call: str, before: int):
+    device, memory, is_whole = three_weights()
+    memory.sleep(keep_weights=True)
+    device.cuda.codes[call] = [0] * before + [1]
+    with pytest.raises(DeviceError, match="the driver refused"):
+        memory.wake()
+    assert (device.cuda.mapped, device.cuda.free) == ({}, 64)
+    with pytest.raises(DeviceError, match="asleep"):
+        memory.allocate("weight", GRANULE)
+    memory.wake()
+    assert is_whole()
+    memory.wake()
+    assert is_whole(), "awake already, it does nothing"
+    assert memory.allocate("weight", GRANULE)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_sleep_that_the_host_has_no_room_for_takes_nothing(before: int):
+    device, memory, is_whole = three_weights()
+    device.cuda.codes["read"] = [0] * before + [1]
+    with pytest.raises(MemoryError):
+        memory.sleep(keep_weights=True)
+    assert (len(device.cuda.mapped), device.cuda.free) == (4, 60)
+    assert is_whole()
+    assert memory.allocate("weight", GRANULE), "it is awake"
+    memory.sleep(keep_weights=True)
+    assert (device.cuda.mapped, device.cuda.free) == ({}, 64)
+    memory.sleep(keep_weights=True)
+    memory.wake()
+    assert is_whole(), "asleep already, it read nothing anew"
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_an_allocation_that_fails_leaves_nothing(call: str):
+    device = OnPaper()
+    memory = RemappedMemory(device)  # type: ignore[arg-type]
+    device.cuda.codes[call] = [1]
+    with pytest.raises(DeviceError, match="the driver refused"):
+        memory.allocate("weight", GRANULE)
+    assert (device.cuda.mapped, device.cuda.reserved, device.cuda.free) == ({}, {}, 64)
 
 
 @pytest.mark.parametrize(

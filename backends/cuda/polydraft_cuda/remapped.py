@@ -88,55 +88,74 @@ class RemappedMemory:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give all memory back. What is no cache is copied to the host before, if `keep_weights`. The device is at rest. Asleep
-        already, it drops what it kept."""
-        for span in self._all():
-            span.kept = None
-            if keep_weights and span.kind != DROPPED:
-                span.kept = self._device.read(span.start, (span.used,), "u8")
-            self._unmap(span)
+        already, it drops what it kept unless `keep_weights`. Where a copy fails it stays awake."""
+        spans = self._all()
+        if not keep_weights:
+            for span in spans:
+                span.kept = None
+        elif not self._asleep:
+            copies = [None if span.kind == DROPPED else self._device.read(span.start, (span.used,), "u8") for span in spans]
+            for span, copy in zip(spans, copies, strict=True):
+                span.kept = copy
+        self._unmap(*spans)
         self._asleep = True
 
     def wake(self) -> None:
-        """Have memory behind all addresses again, and what was kept in it. Raises `DeviceError`, and takes none, where there is
-        not enough."""
-        for span in self._all():
-            if not self._map(span):
-                for other in self._all():
-                    self._unmap(other)
-                missing = sum(one.size for one in self._all())
+        """Have memory behind all addresses again, and what was kept in it. Awake already, it does nothing. Raises `DeviceError`
+        where there is not enough memory, or the driver fails; it then takes none, sleeps on and keeps what it kept."""
+        if not self._asleep:
+            return
+        spans = self._all()
+        try:
+            if not all(self._map(span) for span in spans):
+                missing = sum(span.size for span in spans)
                 raise DeviceError(
                     f"device {self._device.spec} has no {missing / 2**30:.2f} GiB for weights and caches that slept; free memory "
                     "there and wake it up again"
                 )
+            for span in spans:
+                if span.kept is not None:
+                    self._device.write(span.start, span.kept)
+        except BaseException:
+            self._unmap(*spans)
+            raise
+        for span in spans:
+            span.kept = None
         self._asleep = False
-        for span in self._all():
-            if span.kept is not None:
-                self._device.write(span.start, span.kept)
-                span.kept = None
 
     def _all(self) -> list[_Span]:
         return list({id(span): span for span in self._spans.values()}.values())
 
     def _mapped(self, kind: str, size: int) -> _Span | None:
         span = _Span(int(self._device.call("cuMemAddressReserve", size, 0, 0, 0)), size, kind)
-        if self._map(span):
-            return span
-        self._device.cuda.cuMemAddressFree(span.start, span.size)
-        return None
+        mapped = False
+        try:
+            mapped = self._map(span)
+        finally:
+            if not mapped:
+                self._device.cuda.cuMemAddressFree(span.start, span.size)
+        return span if mapped else None
 
     def _map(self, span: _Span) -> bool:
-        """Whether there is memory behind the addresses now."""
+        """Whether there is memory behind the addresses now. Where something else than memory is missing it raises `DeviceError`,
+        and there is none."""
         code, memory = self._device.cuda.cuMemCreate(span.size, self._properties, 0)
         if code == driver.OUT_OF_MEMORY:
             return False
         driver.check((code,), "allocating device memory")
         span.memory = memory
-        self._device.call("cuMemMap", span.start, span.size, 0, memory, 0)
-        self._device.call("cuMemSetAccess", span.start, span.size, [self._access], 1)
+        try:
+            self._device.call("cuMemMap", span.start, span.size, 0, memory, 0)
+            self._device.call("cuMemSetAccess", span.start, span.size, [self._access], 1)
+        except BaseException:
+            self._unmap(span)
+            raise
         return True
 
-    def _unmap(self, span: _Span) -> None:
-        if span.memory is not None:
-            self._device.cuda.cuMemUnmap(span.start, span.size)
-            self._device.cuda.cuMemRelease(span.memory)
-            span.memory = None
+    def _unmap(self, *spans: _Span) -> None:
+        """Nobody asks whether the driver could: it refuses to unmap what was not mapped yet."""
+        for span in spans:
+            if span.memory is not None:
+                self._device.cuda.cuMemUnmap(span.start, span.size)
+                self._device.cuda.cuMemRelease(span.memory)
+                span.memory = None

@@ -1,5 +1,6 @@
 """What the CUDA backend can be held to without a GPU: kernels are bound to the arguments that their sources declare."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_so_do_those_that_ranks_join(shape: Shape, act: str):
     assert ("argmax_keys" in {one.name for one in bound}) == (act == "bf16")
     for one in bound:
         held_to_its_source(one)
+
+
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_rows_are_on_the_axis_of_a_grid_that_has_room_for_them(name: str):
+    """The first; the others have 65,535 blocks. Kernels with TOKENS are launched for so many rows, or in blocks of so many."""
+    for act, arch in itertools.product(("f32", "bf16"), ("sm_80", "sm_90")):
+        for case in list(default_cases(COMPOSITES.get(name) or REGISTRY[name], seeds=1))[:3]:
+            for one in bind_on_paper(name, case, act, arch=arch):
+                size = one.grid(70_000) if callable(one.grid) and "TOKENS" not in one.defines else 1
+                assert isinstance(size, int) or max(size[1:]) < 1 << 16, f"{one.name} {size}"
 
 
 def test_every_contract_that_something_launches_is_served():

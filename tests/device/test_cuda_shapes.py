@@ -15,12 +15,15 @@ from polydraft.contracts.base import Limits
 from polydraft.contracts.compare import EPS, from_host, to_host
 from polydraft.contracts.composite import CompositeArgs
 from polydraft.contracts.kernels.argmax import ArgmaxV1
+from polydraft.contracts.kernels.expert_mlp import ExpertMlpV1
 from polydraft.contracts.kernels.linear import LinearV1
 from polydraft.contracts.kernels.paged_attention import PagedAttentionV1
 from polydraft.contracts.kernels.process_logits import ProcessLogitsV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, plain_frequencies
+from polydraft.contracts.kernels.spread_logits import SpreadLogitsV1
+from polydraft.contracts.kernels.sum_leaves import SumLeavesV1
 from polydraft.contracts.kernels.swiglu import SwigluV1
 from polydraft.contracts.kv_quant import quantise
 from polydraft.contracts.packing import PACKINGS, pack
@@ -398,6 +401,73 @@ def test_a_captured_norm_adds_to_the_newest_stream(opened: CudaDevice, n: int):
     assert np.isfinite(from_host(one_by_one, act)).all()
     for _ in range(3):
         assert np.array_equal(run(captured=True), one_by_one)
+
+
+MANY = 70_000
+"""Rows, more than the second axis of a grid has blocks."""
+
+
+def gated(gate_up: Array) -> Array:
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def left_by(device: CudaDevice, name: str, args: Any) -> Array:
+    """What a kernel leaves for `MANY` rows."""
+    device.fill_bytes(args.out, 0xFF)
+    launch_of(device, name, args, limits(MANY))(device.stream, MANY)
+    return from_host(device.read(args.out.pointer, args.out.shape, args.out.dtype), args.out.dtype).astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [24, 5])
+def test_an_activation_takes_many_rows(opened: CudaDevice, width: int):
+    act = opened.dtype
+    both = from_host(to_host(np.random.default_rng(1).standard_normal((MANY, 2 * width), np.float32), act), act)
+    args = SwigluV1(gate_up=filled(opened, "both", both, act), out=opened.empty("out", (MANY, width), act))
+    found, wanted = left_by(opened, "swiglu", args), gated(both.astype(np.float32))
+    assert (np.abs(found - wanted) <= EPS[act] * np.maximum(np.abs(wanted), 1.0)).all()
+
+
+def test_a_sum_of_leaves_takes_many_rows(opened: CudaDevice):
+    x, act = np.random.default_rng(2).standard_normal((MANY, 10), np.float32), opened.dtype
+    args = SumLeavesV1(x=filled(opened, "x", x, "f32"), leaves=2, out=opened.empty("out", (MANY, 5), act))
+    assert np.array_equal(left_by(opened, "sum_leaves", args), from_host(to_host(x[:, :5] + x[:, 5:], act), act))
+
+
+def test_logits_of_many_rows_are_spread(opened: CudaDevice):
+    x, places = np.random.default_rng(3).standard_normal((MANY, 3), np.float32), np.array([2, -1, 0, 1, -1], np.int32)
+    args = SpreadLogitsV1(
+        x=filled(opened, "x", x, "f32"), places=filled(opened, "places", places, "i32"),
+        out=opened.empty("out", (MANY, len(places)), "f32"),
+    )  # fmt: skip
+    assert np.array_equal(left_by(opened, "spread_logits", args), np.where(places < 0, -np.inf, x[:, places]))
+
+
+def test_plain_experts_take_many_rows(opened: CudaDevice):
+    """Of sizes that no other kernel takes; of a row's experts one may be missing."""
+    rng, act, (count, width, hidden) = np.random.default_rng(4), opened.dtype, (3, 8, 24)
+    table: Any = polydraft_cuda.polydraft_kernels(opened)
+
+    def rounded(value: Array) -> Array:
+        return from_host(to_host(value, act), act).astype(np.float32)
+
+    x, gate_up, down = (
+        rounded(rng.standard_normal(shape, np.float32) / 2)
+        for shape in ((MANY, hidden), (count, 2 * width, hidden), (count, hidden, width))
+    )
+    ids = np.arange(2 * MANY, dtype=np.int32).reshape(MANY, 2) % (count + 1) - 1
+    by = rng.random(ids.shape, np.float32) + np.float32(0.5)
+    args = ExpertMlpV1(
+        x=filled(opened, "x", x, act), expert_ids=filled(opened, "ids", ids, "i32"), shared=None, shared_gate=None,
+        expert_weights=filled(opened, "weights", by, "f32"), out=opened.empty("out", x.shape, act),
+        gate_up=table.prepare_weight("experts", gate_up, act), down=table.prepare_weight("experts", down, act),
+    )  # fmt: skip
+    wanted, size = np.zeros((2, *x.shape), np.float32)
+    for expert in range(count):
+        between, weight = rounded(gated(x @ gate_up[expert].T)), np.where(ids == expert, by, 0).sum(axis=1, keepdims=True)
+        wanted += weight * (between @ down[expert].T)
+        size += weight * (np.abs(between) @ np.abs(down[expert]).T)
+    assert (np.abs(left_by(opened, "expert_mlp", args) - wanted) <= 2 * EPS[act] * size).all()
 
 
 HALVES: dict[str, tuple[Half, dict[str, Any]]] = {

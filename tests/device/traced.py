@@ -194,10 +194,10 @@ def launches(engine: Engine, *, captured: bool) -> dict[str, list[str]]:
 
 RECORDED = Path(__file__).parent / "launches.json"
 """What was launched when providers still joined what had been bound before them (commit cbba46d; written anew when slot columns
-became buffers of their own and this device gave each buffer bytes of its own, kernels, grids and all else being the same, and
-when prompts got kernels for their attention and turns, and windows beside them theirs):
-digests of all programs, and every launch of one engine's steps of 8 sequences. `python -m tests.device.traced` rewrites it
-where other launches are wanted."""
+became buffers of their own and this device gave each buffer bytes of its own, kernels, grids and all else being the same, when
+prompts got kernels for their attention and turns, and windows beside them theirs, and when rows of activations and sums became
+the first axis of grids): digests of all programs, and every launch of one engine's steps of 8 sequences.
+`python -m tests.device.traced` rewrites it where other launches are wanted."""
 IN_FULL = "all joined"
 
 

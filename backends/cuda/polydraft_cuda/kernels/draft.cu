@@ -89,11 +89,11 @@ extern "C" __global__ void draft_ngram(
 // Logits over a reduced vocabulary at their places in the whole one, -inf elsewhere.
 extern "C" __global__ void spread_logits(const float* x, int columns, const int* places, float* out, int vocab) {
     enter();
-    const float* from = x + int64_t(blockIdx.y) * columns;
-    float* to = out + int64_t(blockIdx.y) * vocab;
+    const float* from = x + int64_t(blockIdx.x) * columns;
+    float* to = out + int64_t(blockIdx.x) * vocab;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const int v = (blockIdx.x * 4 + k) * blockDim.x + threadIdx.x;
+        const int v = (blockIdx.y * 4 + k) * blockDim.x + threadIdx.x;
         if (v >= vocab) return;
         const int place = places[v];
         to[v] = place >= 0 ? from[place] : -INFINITY_F;

@@ -49,7 +49,7 @@ def spread_logits(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> La
     del limits, workspace
     vocab = int(a.out.shape[1])
     return device.function(source("draft.cu"), "spread_logits").bind(
-        lambda n: (-(-vocab // (4 * SEARCHERS)), n, 1), SEARCHERS, a.x, int(a.x.shape[1]), a.places, a.out, vocab, dependent=True,
+        lambda n: (n, -(-vocab // (4 * SEARCHERS)), 1), SEARCHERS, a.x, int(a.x.shape[1]), a.places, a.out, vocab, dependent=True,
     )  # fmt: skip
 
 

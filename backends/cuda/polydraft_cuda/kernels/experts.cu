@@ -76,8 +76,8 @@ constexpr int BATCH = 8;  // terms that are read at once
 extern "C" __global__ void sum_experts(const float* terms, const int* ids, const float* weights, const act_t* shared, const float* gate,
                                        act_t* out, int chosen, int hidden, int width, int of_leaf) {
     begin_dependent();
-    const int64_t r = blockIdx.y;
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t r = blockIdx.x;
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= width) return;
     const int leaf = i / hidden, at = i - leaf * hidden;
     const float s = shared ? to_float(shared[r * width + i]) : 0.f;
@@ -118,8 +118,8 @@ typedef float to_t;
 extern "C" __global__ void expert_plain(const act_t* x, const number_t* w, const int* ids, to_t* out, const float* scales, const unsigned char* zeros,
                                         const float* row_scales, int row_pitch, int chosen, int outputs, int inputs) {
     begin_dependent();
-    const int lane = threadIdx.x & 31, o = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-    const int64_t place = blockIdx.y, expert = ids[place], leaf = blockIdx.z, leaves = gridDim.z;
+    const int lane = threadIdx.x & 31, o = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    const int64_t place = blockIdx.x, expert = ids[place], leaf = blockIdx.z, leaves = gridDim.z;
     if (o >= outputs || expert < 0) return;
     const int64_t from = GATED ? place / chosen : place, matrix = expert * leaves + leaf;
     const int height = outputs * (GATED ? 2 : 1);

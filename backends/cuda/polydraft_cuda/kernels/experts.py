@@ -171,7 +171,7 @@ def _summed(device: CudaDevice, a: Any, workspace: Any, found: list[Sized], of_l
     """Products, and the sum of their terms: where there is `of_leaf`, of so many experts after the other."""
     terms, width = _parts(a, workspace.buffer.pointer)[3], int(a.out.shape[1])
     last = device.function(source("experts.cu"), "sum_experts", **act(a.out.dtype)).bind(
-        lambda n: (-(-width // SUM_THREADS), n, 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
+        lambda n: (n, -(-width // SUM_THREADS), 1), SUM_THREADS, terms, a.expert_ids, a.expert_weights, a.shared, a.shared_gate,
         a.out, int(a.expert_ids.shape[1]), terms.shape[1], width, of_leaf, dependent=True,
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def _plain(
         **product_defines(_Factors(x.x, weight)), **act(a.x.dtype),
     )  # fmt: skip
     return function.bind(
-        lambda n: (-(-outputs // PLAIN_WARPS), n * chosen, leaves), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
+        lambda n: (n * chosen, -(-outputs // PLAIN_WARPS), leaves), PLAIN_WARPS * 32, x.x, weight, a.expert_ids, out,
         *_scales(x, weight), chosen, outputs, int(weight.shape[2]), dependent=True,
     )  # fmt: skip
 

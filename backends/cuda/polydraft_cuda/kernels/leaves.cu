@@ -11,8 +11,8 @@ typedef act_t out_t;
 
 extern "C" __global__ void sum_leaves(const float* x, out_t* out, int width) {
     begin_dependent();
-    const int64_t row = blockIdx.y;
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t row = blockIdx.x;
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= width) return;
     float terms[LEAVES];
 #pragma unroll

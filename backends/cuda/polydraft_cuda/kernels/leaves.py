@@ -65,7 +65,7 @@ def sum_leaves(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> La
     function = device.function(
         source("leaves.cu"), "sum_leaves", LEAVES=int(a.leaves), OUT_F32=int(a.out.dtype == "f32"), **act(device.dtype)
     )
-    return function.bind(lambda n: (-(-width // THREADS), n, 1), THREADS, a.x, a.out, width, dependent=True)
+    return function.bind(lambda n: (n, -(-width // THREADS), 1), THREADS, a.x, a.out, width, dependent=True)
 
 
 KERNELS: dict[str, Kernel] = {"linear_leaves": Kernel(linear_leaves), "sum_leaves": Kernel(sum_leaves)}

@@ -11,8 +11,8 @@ __device__ __forceinline__ float gated(float g, float up) { return (g >= 0.f ? g
 
 extern "C" __global__ void swiglu(const act_t* gate_up, act_t* out, int width) {
     begin_dependent();
-    const int64_t row = blockIdx.y;
-    const int at = (blockIdx.x * blockDim.x + threadIdx.x) * LANES;
+    const int64_t row = blockIdx.x;
+    const int at = (blockIdx.y * blockDim.x + threadIdx.x) * LANES;
     if (at >= width) return;
     const Vector gate = *(const Vector*)(gate_up + row * 2 * width + at), up = *(const Vector*)(gate_up + row * 2 * width + width + at);
     Vector o;

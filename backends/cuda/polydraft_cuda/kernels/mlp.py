@@ -19,7 +19,7 @@ def swiglu(device: CudaDevice, a: Any, limits: Any, workspace: Any) -> Launch:
     vector = int(width % lanes == 0)
     blocks = -(-width // (THREADS * (lanes if vector else 1)))
     function = device.function(source("mlp.cu"), "swiglu", VECTOR=vector, **act(a.out.dtype))
-    return function.bind(lambda n: (blocks, n, 1), THREADS, a.gate_up, a.out, width, dependent=True)
+    return function.bind(lambda n: (n, blocks, 1), THREADS, a.gate_up, a.out, width, dependent=True)
 
 
 KERNELS: dict[str, Kernel] = {"swiglu": Kernel(swiglu)}

@@ -859,6 +859,18 @@ def test_a_router_and_the_projection_beside_it_do_not_meet_in_their_flags():
     assert not flags["linear_tile"] & flags["router"]
 
 
+@pytest.mark.parametrize("rows", [240, 241])
+def test_a_router_has_clusters_while_all_of_them_run_at_once(rows: int):
+    device: Any = Recorder(dtype="bf16")
+    called = bound(device, *experts_of_half(device, HALF, rows, weight_on_paper(device)))
+    assert {one.defines["CLUSTER"] for one in device.bound if one.name == "router" and one.defines["CHOOSES"]} == {
+        240: {8}, 241: {8, 0},
+    }[rows]  # fmt: skip
+    for n in (8, 9, 240, rows):
+        (found,) = (defines for source, _, defines in called(n) if source == "route.cu")
+        assert (found["FEW"], found["CLUSTER"]) == (int(n <= 8), 8 if n <= 240 else 0)
+
+
 @pytest.mark.parametrize("rows", [16, 512])
 def test_the_launches_of_shared_experts_do_not_write_over_lists(rows: int):
     """They have the place of the terms, which nobody has written then, and no memory of their own where that is enough."""

@@ -22,6 +22,7 @@ from polydraft.contracts.kernels.process_logits import ProcessLogitsV1
 from polydraft.contracts.kernels.residual_add import ResidualAddV1
 from polydraft.contracts.kernels.rms_norm import RmsNormV1
 from polydraft.contracts.kernels.rope_kv_write import RopeKvWriteV1, plain_frequencies
+from polydraft.contracts.kernels.route_experts import RouteExpertsV1
 from polydraft.contracts.kernels.spread_logits import SpreadLogitsV1
 from polydraft.contracts.kernels.sum_leaves import SumLeavesV1
 from polydraft.contracts.kernels.swiglu import SwigluV1
@@ -31,6 +32,7 @@ from polydraft.device import Array
 from polydraft_cuda.device import CudaDevice
 from polydraft_cuda.kernels import attention as attention_module
 from polydraft_cuda.kernels import linear as linear_module
+from polydraft_cuda.kernels import routing
 from tests.device.paper import SHAPES, Half, Shape, experts_of_half
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.timeout(600)]
@@ -561,7 +563,7 @@ class Experts:
 def test_captured_experts_leave_what_launches_one_by_one_leave(opened: CudaDevice, name: str):
     half, routing = HALVES[name]
     experts, eps = Experts(opened, half, 257, last=name.startswith("the last"), **routing), EPS[opened.dtype]
-    for n in (1, 2, 4, 8, 9, 16, 17, 33, 64, 65, 128, 200, 256, 257):
+    for n in (1, 2, 4, 8, 9, 16, 17, 33, 64, 65, 128, 200, 240, 241, 256, 257):
         wanted, found = (experts.run(n, captured=captured) for captured in (False, True))
         for apart, together in zip(wanted[:3], found[:3], strict=True):
             assert np.array_equal(apart, together, equal_nan=True), (n, "logits, choices and what they weigh")
@@ -578,6 +580,39 @@ def test_captured_experts_leave_what_launches_one_by_one_leave(opened: CudaDevic
                 assert (np.abs(found[3][r] - exact) <= 8 * eps * np.maximum(np.abs(exact), 1.0)).all(), (n, r)
     again = [experts.run(64, captured=True)[3:] for _ in range(3)]
     assert all(np.array_equal(again[0], one) for one in again), "weights that come early are those of the rows' experts"
+
+
+def test_a_router_finds_the_same_in_clusters_and_without(opened: CudaDevice):
+    """A launch has clusters while all of them run at once, here with up to 240 rows."""
+    rng, (hidden, _, count, chosen, _), rows = np.random.default_rng(6), HALVES["ernie21"][0], 256
+    table: Any = polydraft_cuda.polydraft_kernels(opened)
+    x, matrix = rng.standard_normal((rows, hidden), np.float32), rng.standard_normal((count, hidden), np.float32)
+    weight = table.prepare_weight("router", matrix / np.float32(np.sqrt(hidden)), "f32")
+    logits = opened.empty("logits", (rows, count), "f32")
+    project = LinearV1(x=filled(opened, "x", x, opened.dtype), weight=weight, bias=None, out=logits)
+    slots = np.where(np.arange(rows) % 7 == 5, -1, 0).astype(np.int32)
+    choice = RouteExpertsV1(
+        logits=logits, bias=None, row_slot=filled(opened, "row_slot", slots, "i32"), scoring="softmax", renormalize="sum",
+        expert_ids=opened.empty("ids", (rows, chosen), "i32"), expert_weights=opened.empty("weights", (rows, chosen), "f32"),
+        num_groups=1, top_groups=1, floor=1e-12, scale=1.0,
+    )  # fmt: skip
+    buffers: tuple[Any, ...] = logits, choice.expert_ids, choice.expert_weights
+
+    def run(n: int, *launches: Any) -> list[Array]:
+        for buffer in buffers:
+            opened.fill_bytes(buffer, 0xFF)
+        for launch in launches:
+            launch(opened.stream, n)
+        return [opened.read(one.pointer, one.shape, one.dtype).view(np.uint32) for one in buffers]
+
+    apart = [launch_of(opened, name, a, limits(rows)) for name, a in (("linear", project), ("route_experts", choice))]
+    together = routing.router(opened, project, choice)
+    wanted = run(rows, *apart)
+    assert (wanted[1].view(np.int32)[slots < 0] == -1).all()
+    for n in (8, 9, 240, 241, 255, 256, 240):
+        for found, one in zip(run(n, together), wanted, strict=True):
+            assert np.array_equal(found[:n], one[:n]), n
+            assert (found[n:] == 0xFFFFFFFF).all(), "nothing behind the launch length is written"
 
 
 LOUDEST = {"f16": (-6e4, 6e4), "bf16": (-1e30, 1e30)}

@@ -18,6 +18,8 @@ ROUTER_ROWS, ROUTER_OUTPUTS, ROUTER_WARPS = 16, 8, 16
 """Of a block of the router; a warp takes as many inputs at once as there are warps."""
 MOST_CLUSTER: Final = 8
 """Blocks of a cluster on every device that has clusters."""
+MOST_CLUSTERED: Final = 120
+"""Blocks in clusters that an H200 runs at once: 15 clusters of eight fit. More blocks are faster without clusters."""
 ROUTER_SHARED: Final = (ROUTER_WARPS + MOST_CLUSTER) * ROUTER_ROWS * ROUTER_OUTPUTS * 4 + 16
 """Bytes of the arrays that it declares itself at most."""
 MOST_KEPT: Final = 16
@@ -53,8 +55,10 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
 
     blocks = -(-outputs // ROUTER_OUTPUTS)
     cluster = blocks if choice is not None and 1 < blocks <= MOST_CLUSTER else 0
+    rows = int(a.x.shape[0])
+    clustered = MOST_CLUSTERED // blocks * ROUTER_ROWS if cluster else rows
 
-    def of(few: int) -> Launch:
+    def of(few: int, cluster: int) -> Launch:
         function = device.function(
             source("route.cu"), "router", KEPT=min(-(-inputs // (16 * ROUTER_WARPS)), MOST_KEPT), FEW=few, EARLY=int(early),
             CHOOSES=int(choice is not None), CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
@@ -66,10 +70,11 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
             dependent=True,
         )  # fmt: skip
 
-    few, many = of(1), of(0)
+    few, many = of(1, cluster), of(0, cluster)
+    apart = of(0, 0) if rows > clustered else many
 
     def launch(stream: Stream, n: int) -> None:
-        (few if n <= ROUTER_ROWS // 2 else many)(stream, n)
+        (few if n <= ROUTER_ROWS // 2 else many if n <= clustered else apart)(stream, n)
 
     return launch
 

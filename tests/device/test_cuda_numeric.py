@@ -828,6 +828,7 @@ def test_a_half_with_experts_is_one_chain_without_pauses():
         "experts_sum.cu",
     ]
     assert found[1][2]["EARLY"] == 1, "the router runs beside the shared experts"
+    assert found[0][2]["FETCHES"] == 1, "which bring its weights into the second cache"
     assert found[1][2]["CLUSTER"] == 8, "blocks bring each other logits"
     assert [defines["EARLY"] for _, _, defines in found[4:6]] == [1, 0], "lists are made before the shared experts end"
     narrow = bound(device, *half_of(device, hidden=4096, width=1408, experts=128, chosen=8, shared=1408))

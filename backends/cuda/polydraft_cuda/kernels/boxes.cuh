@@ -28,6 +28,10 @@ __device__ __forceinline__ void load_stretch(unsigned target, const void* source
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+// A stretch of memory into the second cache.
+__device__ __forceinline__ void prefetch_stretch(const void* source, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
 // Rows of gate and up in turn, 8 of each: [inputs, 8 rows, gate or up, eights of rows].
 __device__ __forceinline__ void load_pairs(unsigned target, const Map* map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(target), "l"(map),

@@ -273,22 +273,23 @@ def is_gated(device: CudaDevice, a: Any) -> bool:
     return big and (not device.row_invariant or is_wide(device, a))
 
 
-def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any) -> Launch:
-    """Gate, up and their activation: one launch for few rows, else two."""
+def gated(device: CudaDevice, args: Any, limits: Limits, workspace: Any, *, fetched: Any = None) -> Launch:
+    """Gate, up and their activation: one launch for few rows, else two. `fetched`: as in `rows`."""
     del limits
     a, activation = args.parts
-    return gated_product(device, a, activation, workspace, *rounding(device, a, workspace))
+    return gated_product(device, a, activation, workspace, *rounding(device, a, workspace), fetched=fetched)
 
 
 def gated_product(
-    device: CudaDevice, a: Any, activation: Any, workspace: Any, rounded: Rounded, before: Sequence[Launch]
+    device: CudaDevice, a: Any, activation: Any, workspace: Any, rounded: Rounded, before: Sequence[Launch], *,
+    fetched: Any = None,
 ) -> Launch:  # fmt: skip
     """The same of rows that are `rounded`, by the launches `before` it."""
-    out = activation.out
+    out, sizes = activation.out, rows_sizes(device, a)
     apart = sequence(product(device, a, workspace, rounded, before), swiglu(device, activation, None, None))
     if device.row_invariant:
         return by_rows([*wide_in_order(device, a, out), (GATED.rows, wide_split(device, a, out)), (1 << 30, apart)])
-    steps = [(tokens, one) for tokens, cluster in rows_sizes(device, a) if (one := rows(device, a, tokens, cluster, out))]
+    steps = [(tokens, one) for tokens, cluster in sizes if (one := rows(device, a, tokens, cluster, out, fetched))]
     if steps:
         steps += [(size.rows, one) for size in gated_splits(device, a) if (one := split(device, a, size, out))]
     taken = max((tokens for tokens, _ in steps), default=0)

@@ -6,7 +6,7 @@
 //
 // Defines: ACT (1 bf16, 2 f16), TOKENS (rows of x in a launch at most: 8..128), OUTPUTS (a multiple of 16), CHUNKS (of 64 inputs in a
 // stage), STAGES (in flight), CLUSTER (1, 2, 4), OUT_F32, BIAS, GATED (as in linear_tile.cu), ORDER (1: sums are taken in the order of the
-// inputs, whatever the size and the block).
+// inputs, whatever the size and the block), FETCHES (`bytes` that the launch behind reads are brought into the second cache, a part by each block).
 #include "tensor.cuh"
 #define WIDTH TOKENS
 #include "wgmma.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_product(const float (&sums)[ACCUMULATORS],
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, out_t* __restrict__ out, const act_t* __restrict__ bias, int n,
-            int outputs, int inputs) {
+            int outputs, int inputs, const unsigned char* fetched, int bytes) {
     extern __shared__ unsigned char raw[];
     __shared__ alignas(8) uint64_t full[STAGES], empty[STAGES];
     __shared__ float shares[TURNS > 1 ? ACCUMULATORS : 1][128];
@@ -66,6 +66,10 @@ linear_rows(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map
     if (CLUSTER > 1) cluster_arrive_relaxed();
     if (threadIdx.x >= CONSUMERS) {  // the warp that fetches
         const bool fetches = threadIdx.x == CONSUMERS;
+#if FETCHES
+        const int part = (bytes / 128 + gridDim.x - 1) / gridDim.x * 128, begin = blockIdx.x * part;
+        if (threadIdx.x == CONSUMERS + 1 && begin < bytes) prefetch_stretch(fetched + begin, min(part, bytes - begin));
+#endif
         auto weights = [&](int i, int s) {
             const unsigned f = shared_address(&full[s]);
             barrier_expect(f, STAGE);

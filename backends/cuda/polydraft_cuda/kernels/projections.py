@@ -233,8 +233,11 @@ def rows_of(device: CudaDevice, a: Any, unit: int = 16) -> int:
     return -(-int(a.weight.shape[0]) // (unit * int(device.num_sms))) * unit
 
 
-def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = None) -> Launch | None:
-    """`linear_rows` for up to `tokens` rows; None where its blocks would not run all at once."""
+def rows(
+    device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = None, fetched: Any = None
+) -> Launch | None:  # fmt: skip
+    """`linear_rows` for up to `tokens` rows; None where its blocks would not run all at once. `fetched`: another weight, of whole
+    lines of 128 bytes, that it brings into the second cache."""
     outputs, inputs = a.weight.shape
     share = rows_of(device, a)
     chunks, groups = (1, -(-share // 64)) if share > 64 else (4 if tokens < 64 else 2, 2)
@@ -242,7 +245,8 @@ def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = Non
     stages -= stages % 2 if groups == 2 and share <= 64 else 0
     function = device.function(
         source("linear_rows.cu"), "linear_rows", arch_features="a", TOKENS=tokens, OUTPUTS=share, CHUNKS=chunks, STAGES=stages,
-        CLUSTER=cluster, GATED=int(gated is not None), ORDER=int(device.row_invariant), **defines(a),
+        CLUSTER=cluster, GATED=int(gated is not None), ORDER=int(device.row_invariant), FETCHES=int(fetched is not None),
+        **defines(a),
     )  # fmt: skip
     clusters, threads = -(-outputs // (share * cluster)), groups * 128 + 32
     shared = stages * chunks * (share + tokens) * 128 + (-share % 64) * 128 + 1024
@@ -250,8 +254,8 @@ def rows(device: CudaDevice, a: Any, tokens: int, cluster: int, gated: Any = Non
         return None
     return function.bind(
         clusters * cluster, threads, tensor_map(device, a.weight, share, paired=8 * (gated is not None), chunks=chunks),
-        tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, ROWS, outputs, inputs, shared=shared,
-        cluster=cluster if cluster > 1 else None, dependent=True,
+        tensor_map(device, a.x, tokens // cluster), gated or a.out, a.bias, ROWS, outputs, inputs, fetched,
+        fetched.nbytes if fetched else 0, shared=shared, cluster=cluster if cluster > 1 else None, dependent=True,
     )  # fmt: skip
 
 

@@ -68,7 +68,8 @@ def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any
     project, choice, shared, a, add, norm = _records(args)
     early, last = bool(shared), experts.sum_and_add(device, a, add, norm, workspace)
     route, sizes = routing.router(device, project, choice, early=early), experts.sizes(device, a, workspace, early=early)
-    begun, rest = _shared(device, shared, a, limits, workspace) if shared else (sequence(), sequence())
+    fetched = project.weight if project.weight.nbytes % 128 == 0 else None
+    begun, rest = _shared(device, shared, a, limits, workspace, fetched) if shared else (sequence(), sequence())
 
     def launch(stream: Stream, n: int) -> None:
         if n > 0:
@@ -84,9 +85,12 @@ def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any
     return launch
 
 
-def _shared(device: CudaDevice, shared: Sequence[Any], a: Any, limits: Limits, workspace: Any) -> tuple[Launch, Launch]:
+def _shared(
+    device: CudaDevice, shared: Sequence[Any], a: Any, limits: Limits, workspace: Any, fetched: Any
+) -> tuple[Launch, Launch]:  # fmt: skip
     """The shared experts' first launch, which like every projection lets the next one come once it has seen what was before it,
-    and the others."""
+    and the others. With few rows the first brings `fetched`, the router's weights, into the second cache: the router has few
+    blocks, each of which waits long for as many bytes beside a launch that reads as fast as it can."""
     up, activation, down = shared
     place, room = experts.idle_at_first(a, workspace.buffer.pointer)
     if _scratch_bytes(device, shared, limits) > room:
@@ -94,5 +98,5 @@ def _shared(device: CudaDevice, shared: Sequence[Any], a: Any, limits: Limits, w
     scratch = SimpleNamespace(buffer=SimpleNamespace(pointer=place))
     second = linear.linear(device, down, limits, scratch)
     if linear.is_gated(device, up):
-        return linear.gated(device, CompositeArgs((up, activation)), limits, scratch), second
+        return linear.gated(device, CompositeArgs((up, activation)), limits, scratch, fetched=fetched), second
     return linear.linear(device, up, limits, scratch), sequence(swiglu(device, activation, limits, None), second)

@@ -53,15 +53,17 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
             *_parameters(choice),
         )
 
-    blocks = -(-outputs // ROUTER_OUTPUTS)
+    blocks, turn = -(-outputs // ROUTER_OUTPUTS), 16 * ROUTER_WARPS
+    times = -(-inputs // turn)
     cluster = blocks if choice is not None and 1 < blocks <= MOST_CLUSTER else 0
     rows = int(a.x.shape[0])
     clustered = MOST_CLUSTERED // blocks * ROUTER_ROWS if cluster else rows
 
     def of(few: int, cluster: int) -> Launch:
         function = device.function(
-            source("route.cu"), "router", KEPT=min(-(-inputs // (16 * ROUTER_WARPS)), MOST_KEPT), FEW=few, EARLY=int(early),
-            CHOOSES=int(choice is not None), CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
+            source("route.cu"), "router", KEPT=min(times, MOST_KEPT), FEW=few, EARLY=int(early),
+            WHOLE=int(inputs % turn == 0 and times <= MOST_KEPT), CHOOSES=int(choice is not None), EACH=-(-outputs // 32),
+            CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
             VECTOR=int(inputs % 4 == 0 and a.x.pointer % 8 == 0 and a.weight.pointer % 16 == 0), **act(a.x.dtype),
         )  # fmt: skip
         return function.bind(
@@ -82,7 +84,10 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
 def route_experts(device: CudaDevice, a: Any, limits: Limits, workspace: Any) -> Launch:
     """A warp a row."""
     del limits, workspace
-    function = device.function(source("route.cu"), "route_experts", UNIFORM=int(device.uniform_routing), **act("f32"))
+    function = device.function(
+        source("route.cu"), "route_experts", EACH=-(-int(a.logits.shape[1]) // 32), UNIFORM=int(device.uniform_routing),
+        **act("f32"),
+    )  # fmt: skip
     return function.bind(
         lambda n: -(-n // ROUTE_WARPS), ROUTE_WARPS * 32, a.logits, a.bias, a.row_slot, a.expert_ids, a.expert_weights, ROWS,
         int(a.logits.shape[1]), *_parameters(a), shared=ROUTE_WARPS * _words(a) * 4, dependent=True,

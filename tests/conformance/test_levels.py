@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,13 +278,15 @@ def test_engines_of_the_kit_fit_what_is_declared():
     assert small.within(asked) == fitting
     assert Target(reference).within(asked) == asked
     assert small.within({}) == {"max_num_seqs": 4}
-    result = CHECKS["L5/greedy/K5-B3"].result(small)
-    assert result.outcome == "pass", result.message
+    narrow = Target(with_info(partial(_small, max_window=3))(reference))
+    for target, check in ((small, "L5/greedy/K5-B3"), (narrow, "L5/sampled/0"), (narrow, "L5/thinking/K3")):
+        result = CHECKS[check].result(target)
+        assert result.outcome == "pass", result.message
     assert CHECKS["L0/undeclared-is-refused"].result(small).outcome == "pass"
 
 
-def _small(info: Any) -> Any:
-    capabilities = dataclasses.replace(info.capabilities, max_seqs=4, max_window=4)
+def _small(info: Any, max_window: int = 4) -> Any:
+    capabilities = dataclasses.replace(info.capabilities, max_seqs=4, max_window=max_window)
     return dataclasses.replace(info, capabilities=capabilities)
 
 

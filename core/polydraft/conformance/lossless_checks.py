@@ -123,8 +123,8 @@ def run(target: Target, tally: Tally, asks: Sequence[Ask], *, drafts: int = K, e
 
 
 def _defaults(target: Target, tally: Tally) -> None:
-    """In every dtype what an engine does that is told no more: no arithmetic of its own, graphs, overlap and sizes as they come.
-    Most other checks ask for row-invariant kernels and for one dtype."""
+    """In every dtype what an engine does that is told the number of drafts alone: no arithmetic of its own, graphs, overlap and
+    sizes as they come. Most other checks ask for row-invariant kernels and for one dtype."""
     asks = [Ask(prompt, arrival=i // 2) for i, prompt in enumerate(prompts(6))]
     for dtype in target.info.capabilities.dtypes:
         with target.engine(dtype=dtype, invariant=False) as engine:
@@ -400,8 +400,8 @@ def _sampled(options: dict[str, Any], target: Target, tally: Tally) -> None:
     params = [SamplingParams(max_new_tokens=14, ignore_eos=True, seed=7 + i, **options) for i in range(4)]
     dtype = working_dtype(target)
     with target.engine(draft_tokens=K, max_num_seqs=4, block_size=4, dtype=dtype, graph="off") as engine:
-        outputs = _served(engine, params)
-    as_chosen(tally, "that samples", params, outputs, K, target.rounding(dtype), [plain] * len(params))
+        outputs, most = _served(engine, params), engine.resolved.limits.num_drafts
+    as_chosen(tally, "that samples", params, outputs, most, target.rounding(dtype), [plain] * len(params))
 
 
 def _thinking(drafts: int, target: Target, tally: Tally) -> None:
@@ -411,9 +411,9 @@ def _thinking(drafts: int, target: Target, tally: Tally) -> None:
     dtype = working_dtype(target)
     options: dict[str, Any] = {"think_end_ids": THINK_END, "think_forced_ids": THINK_FORCED, "dtype": dtype}
     with target.engine(draft_tokens=drafts, max_num_seqs=4, block_size=4, **options) as engine:
-        outputs = _served(engine, params)
+        outputs, most = _served(engine, params), engine.resolved.limits.num_drafts
     rules = [partial(_limited, one, len(output.prompt_ids)) for one, output in zip(params, outputs, strict=True)]
-    as_chosen(tally, "under limits of thinking", params, outputs, drafts, target.rounding(dtype), rules)
+    as_chosen(tally, "under limits of thinking", params, outputs, most, target.rounding(dtype), rules)
 
 
 def _served(engine: Engine, params: Sequence[SamplingParams]) -> list[RequestOutput]:

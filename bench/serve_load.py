@@ -106,7 +106,7 @@ def load(clients: int, seconds: float, backend: str) -> dict[str, Any]:
     wanted = offline(TOKENS, backend)
     command = [
         sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--json",
-        "--backend", backend, "--invariant", "--max-num-seqs", "32", "--max-requests", str(2 * clients),
+        "--backend", backend, "--draft-tokens", "3", "--invariant", "--max-num-seqs", "32", "--max-requests", str(2 * clients),
         "--queue-timeout", "300", "--log-file", os.devnull,
     ]  # fmt: skip
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

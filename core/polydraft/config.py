@@ -43,7 +43,8 @@ class EngineConfig:
     device: str = ""
     """Device of that backend, e.g. `cpu` or `cuda:0`; "" is its default."""
     draft_tokens: int | str = AUTO
-    """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most."""
+    """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most; "auto" is auto:5, or 3 in
+    each step where the number has to stay."""
     proposer: str = AUTO
     """mtp, eagle3, ngram, suffix, hybrid, none, or a name that a plugin registers."""
     proposer_options: tuple[str, ...] = ()
@@ -170,8 +171,8 @@ class EngineConfig:
 
     @property
     def adaptive(self) -> bool:
-        """Whether each step makes as many drafts as pay."""
-        return isinstance(self.draft_tokens, str) and self.draft_tokens != AUTO
+        """Whether each step may make as many drafts as pay."""
+        return isinstance(self.draft_tokens, str)
 
     @property
     def most_drafts(self) -> int | None:

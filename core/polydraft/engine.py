@@ -30,7 +30,7 @@ from polydraft.host.acceptance_alarms import FLOOR, AcceptanceAlarms
 from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.commit import apply, end
 from polydraft.host.device_memory import check_fits, fill
-from polydraft.host.draft_policy import DraftPolicy, check_policy
+from polydraft.host.draft_policy import DraftPolicy, check_policy, most_drafts
 from polydraft.host.draft_state_check import DraftStateCheck
 from polydraft.host.followers import Followers, Rungs, said, start_processes, start_threads
 from polydraft.host.input_processor import InputProcessor
@@ -109,11 +109,14 @@ class Engine:
 
         `backend` is a plugin object that replaces the one named in `config` (tests). `checkpoint` is an open checkpoint that
         replaces its `model` (benchmarks); the engine closes it. `features` provide host inputs for every step. `draft_policy`
-        chooses how many drafts each step makes; without one, every step makes the maximum, or as many as pay (`auto:K`).
+        chooses how many drafts each step makes, at most as `config` says, or else its last rung; without one, every step makes as
+        many as pay (`auto:K`), or the maximum.
         `instruments` observe the run, in addition to those of plugins; the hazard checker is added if the configuration asks for
         it. `loading` is told how far it is with weights and graphs (`polydraft.loading`). `group` is given to the engines of
         ranks beside rank 0, which plan nothing: their steps are launched by `polydraft.host.followers`."""
         self.config = EngineConfig() if config is None else config
+        if draft_policy is not None and self.config.draft_tokens == AUTO:
+            self.config = replace(self.config, draft_tokens=most_drafts(draft_policy))
         _check_built_from(self.config, checkpoint, features, instruments, loading)
         self.default = default_backend() if self.config.backend == AUTO and backend is None else None
         """The backend that `auto` stands for; None if a backend was named."""
@@ -140,7 +143,7 @@ class Engine:
         self._draft_ids = draft_vocab.read(narrow, self.model.vocab_size, self.model.eos_token_ids) if narrow else None
         needs = {f.name: f.needs for f in (*features, *((Constraints,) if self.config.constraints else ()))}
         self.resolved = self._negotiated(needs)
-        if draft_policy is None and self.config.adaptive:
+        if draft_policy is None and self.resolved.adaptive:
             draft_policy = AdaptiveDrafts(self.resolved.limits)
         self.draft_policy = check_policy(draft_policy, self.resolved.limits)
         """Chooses the number of drafts of each step."""

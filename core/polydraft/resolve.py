@@ -33,7 +33,8 @@ CACHE_BUDGET = 1 << 30
 """Bytes that "auto" spends on KV blocks at most, unless one request at full length needs more, or the device tells how much is
 free (`host/device_memory.py`)."""
 EVERY_SLOT = "every slot at full length"
-DEFAULT_DRAFTS = 3
+MOST_DRAFTS, FIXED_DRAFTS = 5, 3
+"""Drafts of a step where no number was asked for: at most, and where it has to be the same in every step."""
 WITH_HEAD = ("mtp", "hybrid")
 """Proposers that draft with the MTP head of the checkpoint, where no draft model is named."""
 MIN_BATCHED_TOKENS = 512
@@ -88,6 +89,8 @@ class Resolved:
     """Whether ranks keep experts whole."""
     leaves: bool = False
     """Whether sums are taken by leaf, so that texts are those of every other number of ranks."""
+    adaptive: bool = False
+    """Whether each step makes as many drafts as pay, `limits.num_drafts` at most."""
 
     def describe(self) -> dict[str, Any]:
         """Name to chosen value, for the `config` of JSON answers."""
@@ -164,7 +167,7 @@ def resolve(
     kv = _kv(n, dtype)
     packing = _weights(n, dtype)
     length = _length(n)
-    proposer, drafts = _drafts(n, length, tuple(proposers))
+    proposer, drafts, adaptive = _drafts(n, length, tuple(proposers))
     options = _proposer_options(n, proposer, proposer_options(proposer))
     _draft_model(n, proposer, draft_models, draft_note)
     _draft_vocab(n, proposer, draft_vocab)
@@ -196,7 +199,7 @@ def resolve(
         raise CapabilityError(f"this engine cannot be built: {'; '.join(n.refusals)}")
     return Resolved(
         info.name, device, dtype, proposer, verify, overlap, graph, sizes, config.invariant, limits, tuple(n.decisions), schedule,
-        kv, prefix_cache, options, packing, model.packed_as, share.ranks, config.expert_parallel, leaves,
+        kv, prefix_cache, options, packing, model.packed_as, share.ranks, config.expert_parallel, leaves, adaptive,
     )  # fmt: skip
 
 
@@ -371,14 +374,16 @@ def _length(n: _Negotiation) -> int:
 
 
 # -- drafting --------------------------------------------------------------------------------------
-def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[str, int]:
-    """The proposer and K, which go together."""
+def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[str, int, bool]:
+    """The proposer and K, which go together, and whether steps make fewer where that pays."""
     name, asked = n.config.proposer, n.config.most_drafts
     no_mtp, (most, limit) = _no_mtp(n.model), _most_drafts(n, length)
     _refuse_proposer(n, proposers, no_mtp, most, limit)
     if name == AUTO:
         name = "none" if no_mtp or asked == 0 or (asked is None and most == 0) else "mtp"
-    drafts = asked if asked is not None else 0 if name == "none" else min(DEFAULT_DRAFTS, most)
+    fixed = _fixed_drafts(n)
+    usual = FIXED_DRAFTS if fixed else MOST_DRAFTS
+    drafts = asked if asked is not None else 0 if name == "none" else min(usual, most)
     if drafts > most:
         n.refuse(f"--draft-tokens {drafts}: {limit}; use at most {most}")
     if name == "none" and drafts > 0:
@@ -389,12 +394,23 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     idle = no_mtp or ("no drafts were asked for" if asked == 0 or n.config.proposer == "none" else limit)
     why = {"mtp": "the checkpoint has an MTP head", "none": idle}.get(name, "chosen by name")
     n.choose("proposer", name, why)
-    few = f", fewer than {DEFAULT_DRAFTS} because {limit}" if asked is None and 0 < drafts < DEFAULT_DRAFTS else ""
-    if n.config.adaptive and drafts:
-        n.choose("draft_tokens", f"{AUTO}:{drafts}", "drafts a step at most; each makes as many as pay")
+    few = f", fewer than {usual} because {limit}" if asked is None and 0 < drafts < usual else ""
+    adaptive = n.config.adaptive and not fixed and drafts > 0
+    if adaptive:
+        n.choose("draft_tokens", f"{AUTO}:{drafts}", f"drafts a step at most{few}; each makes as many as pay")
     else:
-        n.choose("draft_tokens", drafts, f"drafts a round{few}" if drafts else "plain decoding, one token a round")
-    return name, drafts
+        same = f"; the number stays, since {fixed}" if fixed else ""
+        n.choose("draft_tokens", drafts, f"drafts a round{few}{same}" if drafts else "plain decoding, one token a round")
+    return name, drafts, adaptive
+
+
+def _fixed_drafts(n: _Negotiation) -> str:
+    """Why every step makes as many drafts where no number was asked for; "" where it may change."""
+    if n.config.draft_tokens != AUTO:
+        return ""
+    if n.config.verify == "rejection":
+        return "what --verify rejection samples depends on it, and it would depend on measured times"
+    return "their acceptance is synthetic" if n.config.accept_schedule else ""
 
 
 def _proposer_options(n: _Negotiation, proposer: str, declared: Mapping[str, float]) -> Mapping[str, float]:
@@ -481,13 +497,17 @@ def _refuse_proposer(n: _Negotiation, proposers: tuple[str, ...], no_mtp: str, m
 
 
 def _most_drafts(n: _Negotiation, length: int) -> tuple[int, str]:
-    """The largest K that can be of use, and what bounds it."""
-    window = n.caps.max_window
+    """The largest K that can be of use, and what bounds it; where no number was asked for, the largest that rows suffice for."""
+    window, rows, seqs = n.caps.max_window, n.config.max_batched_tokens, n.config.max_num_seqs
     bounds = {
         f"backend {n.info.name} verifies windows of at most {window} tokens": window - 1,
         f"a text of at most {length} tokens has no room for more": max(length - 2, 0),
         "a round of more drafts cannot be counted": MAX_DRAFTS,
     }
+    if n.config.draft_tokens == AUTO and rows != AUTO:
+        room = int(rows) // seqs
+        fitting = max(room // 2, min(room, FIXED_DRAFTS + 1), 2)  # long windows take no more than half of them from prompts
+        bounds[f"--max-batched-tokens {rows} leaves windows of {seqs} slots {fitting} rows each"] = fitting - 1
     limit = min(bounds, key=lambda reason: bounds[reason])
     return bounds[limit], limit
 

@@ -277,7 +277,7 @@ def test_engines_of_the_kit_fit_what_is_declared():
     fitting = {"max_num_seqs": 4, "draft_tokens": 3, "graph": "decode", "graph_sizes": (1, 2, 4), "block_size": 4}
     assert small.within(asked) == fitting
     assert Target(reference).within(asked) == asked
-    assert small.within({}) == {"max_num_seqs": 4}
+    assert small.within({}) == {"max_num_seqs": 4, "draft_tokens": 3}
     narrow = Target(with_info(partial(_small, max_window=3))(reference))
     for target, check in ((small, "L5/greedy/K5-B3"), (narrow, "L5/sampled/0"), (narrow, "L5/thinking/K3")):
         result = CHECKS[check].result(target)

@@ -45,7 +45,7 @@ class Served:
         self.log = folder / "server.log"
         command = [
             sys.executable, "-c", "from polydraft.cli import main; main()", "serve", "--port", "0", "--json",
-            "--backend", "reference", "--invariant",
+            "--backend", "reference", "--invariant", "--draft-tokens", "3",
             "--model", model or str(tiny.checkpoint(MODEL)), "--max-num-seqs", "4", "--chat-template", str(template),
             "--log-file", str(self.log), *options,
         ]  # fmt: skip

@@ -32,7 +32,7 @@ def client(server: Served) -> Any:
 
 @functools.cache
 def llm() -> LLM:
-    return LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", invariant=True, logprobs=20)
+    return LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", draft_tokens=3, invariant=True, logprobs=20)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import pytest
 
 from polydraft import Engine, RequestOutput, SamplingParams
 from polydraft import engine as engine_module
+from polydraft.config import EngineConfig
 from polydraft.conformance.core_faults import no_keep_part
 from polydraft.conformance.lossless_checks import Listed
 from polydraft.errors import ConfigError
@@ -28,7 +29,7 @@ from polydraft.host.rehearsal import Rehearsal
 from polydraft.step.graphs import GraphPolicy
 from tests.step.test_host_inputs import asks as host_asks
 from tests.step.test_host_inputs import masked_plainly, served
-from tests.support import host_features
+from tests.support import host_features, tiny
 from tests.support.cpu import needs_kernels
 from tests.support.depth import among, crossed
 from tests.support.drafting import Drawn, deciding, drawing
@@ -344,6 +345,30 @@ def test_a_step_verifies_what_the_step_before_has_drafted(depth: int) -> None:
     made = Counter(plan.num_drafts for plan in plans)
     assert served_by.totals.drafts_per_step == [made[number] for number in range(6)]
     assert max(max(output.round_drafts) for output in outputs) > 1
+
+
+def test_an_engine_that_is_told_nothing_drafts_as_much_as_pays_or_as_its_policy_may() -> None:
+    def built(policy: Any = None, **options: Any) -> Engine:
+        config = EngineConfig(model=str(tiny.checkpoint(MODEL)), plugins=tiny.PLUGINS, backend="reference", **options)
+        return Engine(config, draft_policy=policy)
+
+    usual, fixed, own = built(), built(verify="rejection"), built(Always(2))
+    assert (type(usual.draft_policy), usual.draft_policy.rungs) == (AdaptiveDrafts, ladder(5))
+    assert (fixed.draft_policy.rungs, own.draft_policy.rungs) == ((3,), (2,))
+    assert [one.resolved.limits.num_drafts for one in (usual, fixed, own)] == [5, 3, 2]
+    with pytest.raises(ConfigError, match="the draft policy is 7"):
+        built(7)
+    text, rounds = [], []
+    for one in (usual, fixed, own):
+        one.add([5, 9, 33], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        while one.has_work:
+            one.step()
+        (output,) = one.poll()
+        text.append(output.token_ids)
+        rounds.append(max(output.round_drafts))
+        one.close()
+    assert text[0] == text[1] == text[2]
+    assert rounds[1:] == [3, 2]
 
 
 def test_a_policy_is_held_to_what_the_engine_drafts() -> None:

@@ -177,6 +177,7 @@ def test_offline_use_ends_with_errors_and_not_with_a_hang() -> None:
     options: dict[str, Any] = {
         "model": str(tiny.checkpoint("narrow")),
         "plugins": tiny.PLUGINS,
+        "draft_tokens": 3,
         "max_num_seqs": 2,
         "graph": "off",
         "overlap": 1,

@@ -557,7 +557,7 @@ def test_numbers_of_drafts_are_counted_where_steps_differ(command: Callable[...,
 def test_a_run_that_fails_is_recorded_up_to_there(command: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     device = ("--backend", "emulator", "--device", "emulator:0?fault=op@300", "--graph", "off")
-    result = command("generate", "--model", NARROW, *device, "--ignore-eos", "w1 w2 w3", "--trace", file)
+    result = command("generate", "--model", NARROW, *device, "--draft-tokens", "3", "--ignore-eos", "w1 w2 w3", "--trace", file)
     assert result.status == 1
     assert command("trace", file, "--json").json["steps"] > 0
 

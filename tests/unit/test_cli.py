@@ -92,6 +92,8 @@ def generate(run: Callable[..., Result]) -> Callable[..., Result]:
         "--max-new-tokens",
         "12",
         "--ignore-eos",
+        "--draft-tokens",
+        "3",
         *arguments,
         **options,
     )
@@ -154,7 +156,8 @@ def test_help_imports_nothing_heavy():
 # -- generate: JSON ------------------------------------------------------------------------------------
 def direct(prompts: Sequence[Any], own: SamplingParams | Sequence[SamplingParams], **options: Any) -> list[RequestOutput]:
     """The same requests through Python."""
-    return LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", **options).generate(prompts, own)
+    config = {"model": str(tiny.checkpoint(MODEL)), "backend": "reference", "draft_tokens": 3, **options}
+    return LLM(**config).generate(prompts, own)
 
 
 def params(**values: Any) -> SamplingParams:
@@ -852,7 +855,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 def test_a_terminal_gets_colours_and_a_legend():
-    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference")
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", draft_tokens=3)
     (output,) = llm.generate([PROMPT], params(max_new_tokens=24))
     status, sent = terminal(*TINY)
     shown = sent[sent.index("\x1b[1;32maccepted draft\x1b[0m | target token\n") :]
@@ -876,6 +879,8 @@ TINY = (
     "--max-new-tokens",
     "24",
     "--ignore-eos",
+    "--draft-tokens",
+    "3",
 )
 
 
@@ -915,6 +920,8 @@ CAPTURED = (
     "reference",
     "--device",
     "queued",
+    "--draft-tokens",
+    "3",
     "--max-num-seqs",
     "2",
     "--max-new-tokens",

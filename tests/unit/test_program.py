@@ -403,7 +403,7 @@ def test_texts_and_rounds_are_equal_with_and_without_composites():
     params = [SamplingParams(max_new_tokens=5), SamplingParams(max_new_tokens=5, temperature=0.9, top_p=0.9, seed=5)]
     prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):"]
     outcomes: list[Any] = []
-    for llm in (LLM(backend="reference"), LLM(plugin=backend_without(*owned))):
+    for llm in (LLM(backend="reference", draft_tokens=3), LLM(plugin=backend_without(*owned), draft_tokens=3)):
         fused = {contract for contract in launches(llm) if "+" in contract}
         assert fused == (set(owned) if not outcomes else set())
         results = [out for p in params for out in llm.generate(prompts, p)]

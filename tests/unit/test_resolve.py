@@ -86,7 +86,8 @@ def test_defaults_of_a_synchronous_backend():
     assert (resolved.backend, resolved.device, resolved.dtype) == ("chip", "cpu", "f32")
     assert (resolved.proposer, resolved.verify, resolved.overlap, resolved.graph) == ("mtp", "coupled", 0, "off")
     limits = resolved.limits
-    assert (limits.num_drafts, limits.window, limits.max_seqs, limits.max_logit_rows) == (3, 4, 8, 32)
+    assert (limits.num_drafts, limits.window, limits.max_seqs, limits.max_logit_rows) == (5, 6, 8, 48)
+    assert (resolved.adaptive, resolved.describe()["draft_tokens"]) == (True, "auto:5")
     assert (limits.max_len, limits.block_size, limits.max_blocks, limits.num_blocks) == (128, 16, 8, 64)
     assert (limits.max_rows, limits.vocab_size, limits.max_stop_tokens) == (512, 40, 16)
     ended = run(model=dataclasses.replace(MODEL, eos_token_ids=tuple(range(20))))
@@ -163,9 +164,16 @@ def test_auto_follows_the_capabilities():
             "2 distinct MTP layers",
         ),
         (MODEL, {"max_window": 1}, {}, ("none", 0), "backend chip verifies windows of at most 1 tokens"),
-        (MODEL, {"max_window": 3}, {}, ("mtp", 2), "fewer than 3 because backend chip verifies windows of at most 3 tokens"),
-        (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 3 because a text of at most 4 tokens has no room"),
-        (PLAIN, {}, {"proposer": "shy"}, ("shy", 3), "chosen by name"),
+        (MODEL, {"max_window": 3}, {}, ("mtp", 2), "fewer than 5 because backend chip verifies windows of at most 3 tokens"),
+        (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 5 because a text of at most 4 tokens has no room"),
+        (MODEL, {}, {"max_batched_tokens": 31}, ("mtp", 2), "because --max-batched-tokens 31 leaves windows of 8 slots 3 rows"),
+        (MODEL, {}, {"max_batched_tokens": 79}, ("mtp", 3), "because --max-batched-tokens 79 leaves windows of 8 slots 4 rows"),
+        (MODEL, {}, {"max_batched_tokens": 80}, ("mtp", 4), "because --max-batched-tokens 80 leaves windows of 8 slots 5 rows"),
+        (MODEL, {}, {"max_batched_tokens": 96}, ("mtp", 5), "drafts a step at most; each makes as many as pay"),
+        (MODEL, {}, {"verify": "rejection"}, ("mtp", 3), "since what --verify rejection samples depends on it"),
+        (MODEL, {}, {"accept_schedule": (0.9,) * 5}, ("mtp", 3), "since their acceptance is synthetic"),
+        (MODEL, {}, {"draft_tokens": "auto:4", "verify": "rejection"}, ("mtp", 4), "each makes as many as pay"),
+        (PLAIN, {}, {"proposer": "shy"}, ("shy", 5), "chosen by name"),
         (MODEL, {}, {"draft_tokens": 1}, ("mtp", 1), "the checkpoint has an MTP head"),
         (MODEL, {}, {"draft_tokens": "auto:5"}, ("mtp", 5), "each makes as many as pay"),
     ],
@@ -369,7 +377,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "--max-num-seqs 9: backend chip holds at most 8; lower it",
     ),
     "rows": (
-        {"max_batched_tokens": 31},
+        {"max_batched_tokens": 31, "draft_tokens": 3},
         "--max-batched-tokens 31: 8 windows of 4 need 32 rows a step; raise it or lower --max-num-seqs or --draft-tokens",
     ),
     "graph": ({"graph": "decode"}, "--graph decode: backend chip does not declare graph_capture; use --graph off"),
@@ -509,7 +517,7 @@ def test_a_number_of_drafts_that_is_none_is_refused(given: str):
 def test_drafts_that_a_step_may_choose():
     config = EngineConfig(draft_tokens="auto:7")
     assert (config.adaptive, config.most_drafts) == (True, 7)
-    assert (EngineConfig().adaptive, EngineConfig().most_drafts) == (False, None)
+    assert (EngineConfig().adaptive, EngineConfig().most_drafts) == (True, None)
     assert (EngineConfig(draft_tokens=2).adaptive, EngineConfig(draft_tokens=2).most_drafts) == (False, 2)
     assert run(draft_tokens="auto:5").describe()["draft_tokens"] == "auto:5"
     with pytest.raises(CapabilityError, match=r"--draft-tokens 70: .*use at most 63"):

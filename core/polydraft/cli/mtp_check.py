@@ -92,9 +92,12 @@ def command(
     prompts: str | None, vary: tuple[str, ...] | None, max_new_tokens: int, temperature: float, as_json: bool, **options: Any
 ) -> int:
     """Try the conventions of a model's MTP head, and table which accept most drafts."""
-    from polydraft.config import EngineConfig
+    from polydraft.config import AUTO, EngineConfig
+    from polydraft.resolve import FIXED_DRAFTS
 
     given = {name: value for name, value in options.items() if value is not None and value != ()}
+    if given.get("draft_tokens", AUTO) == AUTO:
+        given["draft_tokens"] = FIXED_DRAFTS
     config = EngineConfig.from_mapping({"proposer": "mtp", **given})
     _refuse_other_drafts(config)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True, "seed": 0}

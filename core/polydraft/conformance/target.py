@@ -32,6 +32,7 @@ from polydraft.plugins.bring_up import Delegated
 from polydraft.plugins.checks import check_device
 from polydraft.plugins.kernel_table import BoundTable
 from polydraft.plugins.plugins import Plugins
+from polydraft.resolve import FIXED_DRAFTS
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,12 @@ class Target:
         self._kept = None
 
     def within(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of an engine with as many slots and drafts as the backend declares at most, and buckets that fit them."""
+        """Options of an engine with as many slots and drafts as the backend declares at most, and buckets that fit them. Every
+        step makes as many drafts: what one does must not depend on measured times."""
         declared, found = self.info.capabilities, dict(options)
         most = {"max_num_seqs": declared.max_seqs, "draft_tokens": declared.max_window - 1}
         found.setdefault("max_num_seqs", EngineConfig.max_num_seqs)
+        found.setdefault("draft_tokens", FIXED_DRAFTS)
         found |= {name: min(found[name], bound) for name, bound in most.items() if isinstance(found.get(name), int)}
         if found.get("graph") == "decode" and "graph_sizes" in found:
             found["graph_sizes"] = tuple(sorted({min(size, found["max_num_seqs"]) for size in found["graph_sizes"]}))

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from polydraft.config import AUTO
 from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.errors import ConfigError
@@ -78,6 +79,13 @@ class Always:
         """The one there is."""
         del view
         return self.rungs[0]
+
+
+def most_drafts(policy: DraftPolicy) -> int | str:
+    """The most that a policy chooses, for an engine that was not told; "auto" where it has no such number, which `check_policy`
+    refuses."""
+    rungs = getattr(policy, "rungs", None)
+    return rungs[-1] if isinstance(rungs, Sequence) and rungs and isinstance(rungs[-1], int) and rungs[-1] >= 0 else AUTO
 
 
 def check_policy(policy: DraftPolicy | None, limits: Limits) -> DraftPolicy:

@@ -221,6 +221,13 @@ def test_bytes_that_are_no_character_take_a_place_each() -> None:
     assert offsets(fallback(), [the, 3 + 0xFF, 3 + 0xFE, cat]) == [0, 3, 4, 5]
 
 
+def test_a_token_without_text_leaves_bytes_in_front_of_it_held_back() -> None:
+    the, cat, end = 260, 261, 2
+    assert fallback().kind(end) == "special"
+    assert fallback().decode([the, 3 + 0x21, end, 3 + 0x21, cat]) == "the!! cat"
+    assert offsets(fallback(), [the, 3 + 0x21, end, 3 + 0x21, cat]) == [0, 3, 4, 4, 5]
+
+
 def test_a_long_text_leaves_the_interpreter_to_others() -> None:
     longest, working = 0.0, True
 

@@ -208,11 +208,14 @@ class IncrementalDecoder:
         self.holds = False
         """Whether the last token ended within a character, or with bytes that are none."""
 
+    def hides(self, token: int) -> bool:
+        """Whether a token has no text, and is between others as if it were not there."""
+        return self._tokenizer.kind(token) in self._hidden or token in self._ends
+
     def push(self, token_ids: Iterable[int]) -> str:
         """Append `token_ids` and return the new text that is certain; may be empty."""
-        kind, hidden = self._tokenizer.kind, self._hidden
-        self._recent += [token for token in token_ids if kind(token) not in hidden and token not in self._ends]
-        if not self._recent or kind(self._recent[-1]) == "byte":
+        self._recent += [token for token in token_ids if not self.hides(token)]
+        if not self._recent or self._tokenizer.kind(self._recent[-1]) == "byte":
             return ""
         text = self._decode()
         held = self.holds = text.endswith(_REPLACEMENT)
@@ -252,6 +255,8 @@ class TextOffsets:
             begun = sum(_begins_character(self._tokenizer.byte(one) or 0) for one in self._run)
             return self._at + max(begun - 1, 0)
         begin = self._at + (len(self._tokenizer.decode(self._run)) if self._run else 0)
+        if self._decoder.hides(token):
+            return begin
         held, self._run = self._decoder.holds and not self._run, []
         piece = self._decoder.push((token,))
         self._at += len(piece)

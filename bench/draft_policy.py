@@ -2,15 +2,18 @@
 
     python bench/draft_policy.py --page docs/how_many_drafts.md
     python bench/draft_policy.py --backend reference --batch 1,8 --repeats 3 --out /tmp/policy.json
+    python bench/draft_policy.py --backend cpu --one-engine --builds 9 --out bench/results/draft_policy_one_engine.json
 
 Two kinds of work: `steady`, so many requests of equal length at once; and `drain`, as many requests whose lengths grow from one
 to the next, none of which arrives later, so that the batch shrinks from all to one. All contenders of one work are engines in one
 process, which take turns after one warm-up run each; what `auto` learned in the warm-up it keeps, as a server does. Greedy, end
 of text ignored. Two engines that are alike differ by three or four parts in a hundred for as long as they live, by where their
 memory came to lie, and `auto` goes on with what it has learned; so engines are built anew several times, in an order drawn by
-chance. Reported: tokens a second (median of the turns, smallest and largest), and of each fixed number by how much `auto` is
-faster or slower: the median over the builds of the median of the ratios of the same turn, with an interval that has it in 95 of
-100 cases (of fewer than six builds the smallest and the largest ratio).
+chance. With `--one-engine` all contenders of a build are one engine, whose policy is told the fixed numbers: their pairs tell
+what choosing brings and costs, and not what memory for the most drafts costs who makes fewer. Reported: tokens a second (median
+of the turns, smallest and largest), and of each fixed number by how much `auto` is faster or slower: the median over the
+builds of the median of the ratios of the same turn, with an interval that has it in 95 of 100 cases (of fewer than six builds the
+smallest and the largest ratio).
 """
 
 from __future__ import annotations
@@ -24,15 +27,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polydraft import LLM, SamplingParams
+from polydraft import LLM, Engine, SamplingParams
 from polydraft.bench import report
+from polydraft.config import EngineConfig
+from polydraft.contracts.base import Limits
+from polydraft.host.adaptive_drafts import AdaptiveDrafts
+from polydraft.host.draft_policy import DraftView
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "bench" / "results" / "draft_policy.json"
-FIGURES = "bench/results/draft_policy.json"
+FIGURES, OF_ONE = "bench/results/draft_policy.json", "bench/results/draft_policy_one_engine.json"
+"""Where results are: of an engine for each contender, and of one for all."""
 MOST, AUTO = 5, "auto:5"
 CONTENDERS: tuple[int | str, ...] = (0, 1, 3, 5, AUTO)
 WORDS = ("def add", "class Stack:", "import os", "for i in", "x = [1, 2", "while True:", "def read", "return")
+
+
+class Told(AdaptiveDrafts):
+    """The policy of an engine with so many slots, or the number that it is told."""
+
+    told: int | None = None
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(Limits(slots, MOST, 64, 64, 64, 16, 64, 4, 1, 100))
+
+    def choose(self, view: DraftView) -> int:
+        """As told."""
+        return super().choose(view) if self.told is None else self.told
+
+
+class Contender(LLM):
+    """An engine that makes so many drafts a step, or as its policy is told before each run."""
+
+    def __init__(self, drafts: int | str, backend: str, slots: int, policy: Told | None = None) -> None:
+        config = EngineConfig(backend=backend, draft_tokens=drafts, max_num_seqs=slots)
+        self._drafts, self._policy = drafts, policy
+        self._serve_from(Engine(config, draft_policy=policy))
+
+    def timed(self, asked: tuple[list[str], list[SamplingParams]], drafts: int | str) -> float:
+        """Tokens a second with so many drafts."""
+        if self._policy is not None:
+            self._policy.told = None if drafts == AUTO else int(drafts)
+        begin = time.perf_counter()
+        outputs = self.generate(*asked)
+        return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - begin)
+
+
+def contenders(backend: str, slots: int, order: Sequence[int | str], *, one: bool) -> dict[int | str, Contender]:
+    """By number of drafts; one engine for all, or one each, built in this order."""
+    if one:
+        return dict.fromkeys(order, Contender(AUTO, backend, slots, Told(slots)))
+    return {k: Contender(k, backend, slots) for k in order}
 
 
 def work(kind: str, batch: int, tokens: int) -> tuple[list[str], list[SamplingParams]]:
@@ -52,13 +97,6 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return ordered[left], ordered[n - 1 - left]
 
 
-def timed(llm: LLM, asked: tuple[list[str], list[SamplingParams]]) -> float:
-    """Tokens a second."""
-    begin = time.perf_counter()
-    outputs = llm.generate(*asked)
-    return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - begin)
-
-
 def compared(backend: str, kind: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one work."""
     turns: dict[int | str, list[list[float]]] = {k: [] for k in CONTENDERS}
@@ -74,7 +112,7 @@ def compared(backend: str, kind: str, batch: int, options: argparse.Namespace) -
         row: dict[str, Any] = {
             "work": kind, "shape": "demo", "backend": backend, "draft_tokens": MOST if k == AUTO else k,
             "policy": "auto" if k == AUTO else "fixed", "batch": batch, "new_tokens": options.tokens, "repeats": len(every),
-            "builds": options.builds, "tokens_per_s": round(statistics.median(every), 1),
+            "builds": options.builds, "one_engine": options.one_engine, "tokens_per_s": round(statistics.median(every), 1),
             "spread": [round(min(every), 1), round(max(every), 1)],
         }  # fmt: skip
         if k == AUTO:
@@ -95,20 +133,22 @@ def built(
 ) -> tuple[dict[int | str, list[float]], list[int]]:
     """Tokens a second of each turn of engines that are built for it, and how many steps of `auto` made how many drafts."""
     order = chance.sample(CONTENDERS, len(CONTENDERS))
-    engines = {k: LLM(backend=backend, draft_tokens=k, max_num_seqs=batch) for k in order}
-    for llm in engines.values():
-        timed(llm, asked)
-    before = list(engines[AUTO].engine.totals.drafts_per_step)
+    engines = contenders(backend, batch, order, one=options.one_engine)
+    totals, made = engines[AUTO].engine.totals, [0] * (MOST + 1)
+    for k, engine in engines.items():
+        engine.timed(asked, k)
     speeds: dict[int | str, list[float]] = {k: [] for k in CONTENDERS}
     begun = time.monotonic()
     for turn in range(options.repeats):
         if turn and time.monotonic() - begun > options.seconds:
             break
         for k in chance.sample(CONTENDERS, len(CONTENDERS)):
-            speeds[k].append(timed(engines[k], asked))
-    made = [now - then for now, then in zip(engines[AUTO].engine.totals.drafts_per_step, before, strict=True)]
-    for llm in engines.values():
-        llm.close()
+            before = list(totals.drafts_per_step)
+            speeds[k].append(engines[k].timed(asked, k))
+            if k == AUTO:
+                made = [one + now - then for one, now, then in zip(made, totals.drafts_per_step, before, strict=True)]
+    for engine in set(engines.values()):
+        engine.close()
     return speeds, made
 
 
@@ -133,7 +173,8 @@ def about(rows: list[dict[str, Any]]) -> str:
         return " to ".join(map(str, dict.fromkeys((found[0], found[-1]))))
 
     turns = f"median of {span('repeats')} turns of {span('builds')} builds"
-    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, {turns}."
+    one = ", one engine for all contenders of a build" if rows[0].get("one_engine") else ""
+    return f"Tokens a second on 2 cores, {rows[0]['new_tokens']} tokens a request, {turns}{one}."
 
 
 def main() -> None:
@@ -142,6 +183,7 @@ def main() -> None:
     parser.add_argument("--work", default="steady,drain")
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--one-engine", action="store_true", help="of each build, for all contenders")
     parser.add_argument("--builds", type=int, default=6, help="how often engines are built anew")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each build")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further turn of a build after this time")
@@ -157,7 +199,7 @@ def main() -> None:
                     print(markdown(rows[-len(CONTENDERS) :]).splitlines()[-1], flush=True)
                     report.write(options.out, report.document(rows, method=(__doc__ or "").strip()))
     if options.page:
-        report.renew(options.page, FIGURES, about(rows), markdown(rows))
+        report.renew(options.page, OF_ONE if options.one_engine else FIGURES, about(rows), markdown(rows))
 
 
 if __name__ == "__main__":

@@ -32,14 +32,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from bench.draft_policy import interval  # as for bench/draft_vocab.py
+from bench.draft_policy import MOST, Told, interval  # as for bench/draft_vocab.py
 from polydraft.bench import report
 from polydraft.bench.shapes import RandomCheckpoint
 from polydraft.config import EngineConfig
-from polydraft.contracts.base import Limits
 from polydraft.device import Array
 from polydraft.engine import Engine
-from polydraft.host.adaptive_drafts import AdaptiveDrafts
 from polydraft.host.draft_policy import DraftView
 from polydraft.sampling_params import SamplingParams
 from polydraft.sentinels import Phase
@@ -48,7 +46,7 @@ ROOT = Path(__file__).resolve().parent
 FIGURES = "bench/results/draft_policy_{}.json"
 """Where the result of a shape is."""
 FIXED = (0, 1, 3, 5)
-SLOTS, MOST = 64, 5
+SLOTS = 64
 HIGH, LOW = (0.8, 0.75, 0.75, 0.75, 0.75), (0.5, 0.4, 0.25, 0.2, 0.2)
 """Chances by place, given those before."""
 NEAR = 0.97
@@ -60,18 +58,17 @@ TOKENS, STEADY_S = 512, 0.5
 """Of a request of steady work at most, and seconds after which it ends in any case."""
 
 
-class Told(AdaptiveDrafts):
+class Logged(Told):
     """The policy, or the number that it is told; and what it answered."""
 
     def __init__(self) -> None:
-        super().__init__(Limits(SLOTS, MOST, 64, 64, 64, 16, 64, 4, 1, 100))
-        self.told: int | None = None
+        super().__init__(SLOTS)
         self.log: list[tuple[float, int, int]] = []
         """Of each step without prompts: its time, requests, and drafts."""
 
     def choose(self, view: DraftView) -> int:
         """As told."""
-        answer = super().choose(view) if self.told is None else self.told
+        answer = super().choose(view)
         if not view.has_prefill:
             self.log.append((time.perf_counter(), len(view.decode), answer))
         return answer
@@ -99,7 +96,7 @@ class Contenders:
     """The engines of one shape, and how fast they are."""
 
     def __init__(self, shape: str, *, none: bool) -> None:
-        self.shape, self.policy = shape, Told()
+        self.shape, self.policy = shape, Logged()
         self._options = {
             "backend": "cuda", "plugins": (str(ROOT / "uniform_routing.py"), str(ROOT / "changing_acceptance.py")),
             "dtype": "bf16", "prefix_cache": False, "verify": "greedy", "max_num_seqs": SLOTS, "max_batched_tokens": 8192,
@@ -109,7 +106,7 @@ class Contenders:
         self.without = self._engine(draft_tokens=0, policy=None) if none else None
         self.rehearsed = self.policy.report()
 
-    def _engine(self, *, policy: Told | None, **options: Any) -> Engine:
+    def _engine(self, *, policy: Logged | None, **options: Any) -> Engine:
         begun = time.monotonic()
         config = EngineConfig.from_mapping({**self._options, **options})
         engine = Engine(config, checkpoint=RandomCheckpoint(ROOT / "shapes" / f"{self.shape}.json"), draft_policy=policy)

@@ -220,11 +220,13 @@ class EngineConfig:
 
     def _drafts(self) -> None:
         given = self.draft_tokens
-        if isinstance(given, str) and given.startswith(f"{AUTO}:"):
-            if not re.fullmatch(r"auto:0*[1-9][0-9]{0,8}", given):
-                raise ConfigError(f"draft_tokens is {given!r}, wanted auto:K with K of at least 1, such as auto:5; correct it")
+        if given == AUTO:
             return
-        self._whole("draft_tokens", minimum=0)
+        if not isinstance(given, str):
+            self._whole("draft_tokens", minimum=0)
+        elif not re.fullmatch(r"auto:0*[1-9][0-9]{0,8}", given):
+            wanted = "a whole number, auto, or auto:K with K of at least 1, such as auto:5"
+            raise ConfigError(f"draft_tokens is {given!r}, wanted {wanted}; correct it")
 
     def _whole(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)

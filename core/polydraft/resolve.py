@@ -385,10 +385,10 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     usual = FIXED_DRAFTS if fixed else MOST_DRAFTS
     drafts = asked if asked is not None else 0 if name == "none" else min(usual, most)
     if drafts > most:
-        n.refuse(f"--draft-tokens {drafts}: {limit}; use at most {most}")
+        n.refuse(f"--draft-tokens {n.config.draft_tokens}: {limit}; use at most {most}")
     if name == "none" and drafts > 0:
         reason = no_mtp if n.config.proposer == AUTO else "--proposer none never drafts"
-        n.refuse(f"--draft-tokens {drafts}: {reason}; use --draft-tokens 0")
+        n.refuse(f"--draft-tokens {n.config.draft_tokens}: {reason}; use --draft-tokens 0")
     if n.config.proposer not in {AUTO, "none"} and asked == 0:
         n.refuse(f"--proposer {name} with --draft-tokens 0 drafts nothing; use --proposer none")
     idle = no_mtp or ("no drafts were asked for" if asked == 0 or n.config.proposer == "none" else limit)
@@ -396,8 +396,9 @@ def _drafts(n: _Negotiation, length: int, proposers: tuple[str, ...]) -> tuple[s
     n.choose("proposer", name, why)
     few = f", fewer than {usual} because {limit}" if asked is None and 0 < drafts < usual else ""
     adaptive = n.config.adaptive and not fixed and drafts > 0
+    timed = ", so that what --verify rejection samples depends on measured times" if n.config.verify == "rejection" else ""
     if adaptive:
-        n.choose("draft_tokens", f"{AUTO}:{drafts}", f"drafts a step at most{few}; each makes as many as pay")
+        n.choose("draft_tokens", f"{AUTO}:{drafts}", f"drafts a step at most{few}; each makes as many as pay{timed}")
     else:
         same = f"; the number stays, since {fixed}" if fixed else ""
         n.choose("draft_tokens", drafts, f"drafts a round{few}{same}" if drafts else "plain decoding, one token a round")
@@ -506,8 +507,8 @@ def _most_drafts(n: _Negotiation, length: int) -> tuple[int, str]:
     }
     if n.config.draft_tokens == AUTO and rows != AUTO:
         room = int(rows) // seqs
-        fitting = max(room // 2, min(room, FIXED_DRAFTS + 1), 2)  # long windows take no more than half of them from prompts
-        bounds[f"--max-batched-tokens {rows} leaves windows of {seqs} slots {fitting} rows each"] = fitting - 1
+        fitting = max(room // 2, min(room, FIXED_DRAFTS + 1), 1)  # long windows take no more than half of them from prompts
+        bounds[f"--max-batched-tokens {rows} leaves windows of {fitting} rows to {seqs} slots"] = fitting - 1
     limit = min(bounds, key=lambda reason: bounds[reason])
     return bounds[limit], limit
 

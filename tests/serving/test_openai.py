@@ -307,6 +307,7 @@ def test_metrics_have_vllms_names_and_count(client: Any, server: Served) -> None
     import urllib.request
 
     complete(client)
+    complete(client, extra_body={"max_drafts": 0})
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
     values = {line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
@@ -323,6 +324,10 @@ def test_metrics_have_vllms_names_and_count(client: Any, server: Served) -> None
     ):  # fmt: skip
         assert name in values, name
     assert values["vllm:generation_tokens_total"] >= 12
+    first = next(line for line in lines if line.startswith("polydraft:draft_tokens_per_pos_total{") and 'position="0"' in line)
+    assert values["vllm:spec_decode_num_drafts_total"] == float(first.rpartition(" ")[2]), (
+        "rounds without drafts are none of them"
+    )
     assert 0 <= values["polydraft:device_idle_ratio"] < 1, "the device has worked"
     assert values["vllm:prefix_cache_queries_total"] >= values["vllm:prefix_cache_hits_total"]
     assert 12 <= values["vllm:request_generation_tokens_sum"] <= values["vllm:generation_tokens_total"], "cancelled ones apart"

@@ -499,7 +499,7 @@ def test_no_prompt(generate: Callable[..., Result], arguments: tuple[str, ...], 
     ("arguments", "status", "kind", "message"),
     [
         (("--nonsense",), 2, "UsageError", "No such option"),
-        (("--draft-tokens", "x"), 2, "UsageError", "'x' is neither a whole number nor 'auto'"),
+        (("--draft-tokens", "x"), 2, "UsageError", "'x' is neither a whole number nor auto"),
         (("--kernels", "a,,b"), 2, "UsageError", "'a,,b' has an empty name"),
         (("--temperature", "warm"), 2, "UsageError", "'warm' is not a valid float"),
         (("--draft-tokens", "-1"), 2, "ConfigError", "draft_tokens is -1, wanted a whole number of at least 0"),

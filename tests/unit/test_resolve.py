@@ -166,13 +166,14 @@ def test_auto_follows_the_capabilities():
         (MODEL, {"max_window": 1}, {}, ("none", 0), "backend chip verifies windows of at most 1 tokens"),
         (MODEL, {"max_window": 3}, {}, ("mtp", 2), "fewer than 5 because backend chip verifies windows of at most 3 tokens"),
         (MODEL, {}, {"max_model_len": 4}, ("mtp", 2), "fewer than 5 because a text of at most 4 tokens has no room"),
-        (MODEL, {}, {"max_batched_tokens": 31}, ("mtp", 2), "because --max-batched-tokens 31 leaves windows of 8 slots 3 rows"),
-        (MODEL, {}, {"max_batched_tokens": 79}, ("mtp", 3), "because --max-batched-tokens 79 leaves windows of 8 slots 4 rows"),
-        (MODEL, {}, {"max_batched_tokens": 80}, ("mtp", 4), "because --max-batched-tokens 80 leaves windows of 8 slots 5 rows"),
+        (MODEL, {}, {"max_batched_tokens": 31}, ("mtp", 2), "--max-batched-tokens 31 leaves windows of 3 rows"),
+        (MODEL, {}, {"max_batched_tokens": 8}, ("none", 0), "--max-batched-tokens 8 leaves windows of 1 rows"),
+        (MODEL, {}, {"max_batched_tokens": 79}, ("mtp", 3), "--max-batched-tokens 79 leaves windows of 4 rows"),
+        (MODEL, {}, {"max_batched_tokens": 80}, ("mtp", 4), "--max-batched-tokens 80 leaves windows of 5 rows"),
         (MODEL, {}, {"max_batched_tokens": 96}, ("mtp", 5), "drafts a step at most; each makes as many as pay"),
         (MODEL, {}, {"verify": "rejection"}, ("mtp", 3), "since what --verify rejection samples depends on it"),
         (MODEL, {}, {"accept_schedule": (0.9,) * 5}, ("mtp", 3), "since their acceptance is synthetic"),
-        (MODEL, {}, {"draft_tokens": "auto:4", "verify": "rejection"}, ("mtp", 4), "each makes as many as pay"),
+        (MODEL, {}, {"draft_tokens": "auto:4", "verify": "rejection"}, ("mtp", 4), "rejection samples depends on measured times"),
         (PLAIN, {}, {"proposer": "shy"}, ("shy", 5), "chosen by name"),
         (MODEL, {}, {"draft_tokens": 1}, ("mtp", 1), "the checkpoint has an MTP head"),
         (MODEL, {}, {"draft_tokens": "auto:5"}, ("mtp", 5), "each makes as many as pay"),
@@ -520,5 +521,5 @@ def test_drafts_that_a_step_may_choose():
     assert (EngineConfig().adaptive, EngineConfig().most_drafts) == (True, None)
     assert (EngineConfig(draft_tokens=2).adaptive, EngineConfig(draft_tokens=2).most_drafts) == (False, 2)
     assert run(draft_tokens="auto:5").describe()["draft_tokens"] == "auto:5"
-    with pytest.raises(CapabilityError, match=r"--draft-tokens 70: .*use at most 63"):
+    with pytest.raises(CapabilityError, match=r"--draft-tokens auto:70: .*use at most 63"):
         run(draft_tokens="auto:70", backend=info("chip", max_window=64))

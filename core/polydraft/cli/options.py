@@ -56,8 +56,13 @@ def whole_or_auto(value: str) -> int | str:
 
 
 def drafts(value: str) -> int | str:
-    """A number of drafts, or auto:K; the configuration checks it."""
-    return value if value.startswith("auto:") else whole_or_auto(value)
+    """A number of drafts, auto or auto:K; the configuration checks it."""
+    if value.startswith("auto"):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a whole number nor auto nor auto:K, such as auto:5") from None
 
 
 def token_bias(value: str) -> tuple[int, float]:

@@ -484,7 +484,8 @@ class AdaptiveDrafts:
         self._file()
         left = BEGINNING if not self._looked and self.times.known.any() else 0
         self._left = SOON if self._bounds[1] and bucket < self._bucket else left
-        self._bucket, self._settled, self._pause, self._limited_seconds = bucket, 0, SOON, 0.0
+        # The first steps behind a rehearsal are those of a process that just begins to serve: -left keeps them from being timed.
+        self._bucket, self._settled, self._pause, self._limited_seconds = bucket, -left, SOON, 0.0
         self._bounds = self.times.buckets[bucket - 1] if bucket else 0, self.times.buckets[bucket]
 
     def _file(self) -> None:

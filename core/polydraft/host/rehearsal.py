@@ -15,7 +15,7 @@ import numpy as np
 
 from polydraft.backend import RowOrder
 from polydraft.contracts.base import Limits
-from polydraft.host.adaptive_drafts import SETTLING, TRIAL, StepTimes, tokens_of
+from polydraft.host.adaptive_drafts import QUIET, SETTLING, TRIAL, StepTimes, tokens_of
 from polydraft.host.commit import apply, end
 from polydraft.host.draft_policy import DraftView, Windows
 from polydraft.host.kv_blocks import BlockLedger
@@ -32,6 +32,9 @@ APART = 4
 """How many times smaller the next size of batch is: those between are like their neighbours."""
 PROMPT = 8
 """Tokens of a prompt."""
+PASSES = 4
+"""Times that each size is gone through at most, where steps take unlike times and there is time left: on a busy machine a few
+steps tell little."""
 
 
 class Rehearsal:
@@ -49,12 +52,12 @@ class Rehearsal:
         """Rungs by index, each with whether nobody verifies its drafts: those that tell most come first."""
         self._times, self._clock = times, clock
         self._begun, self._share, self._size = clock(), most_s / len(self.sizes), 0
-        self._way, self._count, self._steps, self._before = 0, 0, 0, 0.0
+        self._way, self._pass, self._count, self._steps, self._before = 0, 0, 0, 0, 0.0
         self._samples: list[float] = []
 
     def next_size(self) -> bool:
         """Begin the next size; whether those before have left time for it."""
-        self._size, self._way, self._count = self._size + 1, 0, 0
+        self._size, self._way, self._pass, self._count = self._size + 1, 0, 0, 0
         self.done = self._late(self._clock())
         return not self.done
 
@@ -84,6 +87,8 @@ class Rehearsal:
         self._times.measured(bucket, rung, self._samples, 0, tokens, float(unverified))
         self._samples.clear()
         self._steps, self._way = 0, self._way + 1
+        if self._way == len(self._ways) and self._pass + 1 < PASSES and self._times.noise > QUIET:
+            self._way, self._pass = 0, self._pass + 1
 
 
 def _sizes(most: int) -> list[int]:

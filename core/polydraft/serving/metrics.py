@@ -55,7 +55,7 @@ class _Engine(Collector):
             ("vllm:num_preemptions", "Requests that had to make room.", s.preemptions),
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found there.", s.prefix_hits),
-            ("vllm:spec_decode_num_drafts", "Decode rounds with drafts to verify.", s.rounds),
+            ("vllm:spec_decode_num_drafts", "Decode rounds with drafts to verify.", sum(s.drafted_at[:1])),
             ("vllm:spec_decode_num_draft_tokens", "Drafts that the target verified.", s.drafted),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that became output.", s.accepted),
             ("polydraft:steps", "Steps of the engine.", s.steps),

@@ -43,8 +43,8 @@ class EngineConfig:
     device: str = ""
     """Device of that backend, e.g. `cpu` or `cuda:0`; "" is its default."""
     draft_tokens: int | str = AUTO
-    """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most; "auto" is auto:5, or 3 in
-    each step where the number has to stay."""
+    """K, drafts per round; 0 decodes plainly; "auto:K" lets each step make as many as pay, K at most; "auto" leaves the
+    most to negotiation, and whether the number changes."""
     proposer: str = AUTO
     """mtp, eagle3, ngram, suffix, hybrid, none, or a name that a plugin registers."""
     proposer_options: tuple[str, ...] = ()

@@ -47,22 +47,19 @@ def common(command: Command) -> Command:
 
 def whole_or_auto(value: str) -> int | str:
     """A whole number, or the word auto; the configuration checks the range."""
-    if value == "auto":
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'") from None
+    return value if value == "auto" else _whole(value, "'auto'")
 
 
 def drafts(value: str) -> int | str:
     """A number of drafts, auto or auto:K; the configuration checks it."""
-    if value.startswith("auto"):
-        return value
+    return value if value.startswith("auto") else _whole(value, "auto nor auto:K, such as auto:5")
+
+
+def _whole(value: str, others: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a whole number nor auto nor auto:K, such as auto:5") from None
+        raise click.BadParameter(f"{value!r} is neither a whole number nor {others}") from None
 
 
 def token_bias(value: str) -> tuple[int, float]:

@@ -55,6 +55,8 @@ MIN_BLOCKS: Final = 2
 CHUNK_BYTES: Final = 16 * 64 * 2
 TILE_TOKENS: Final = (8, 16, 32, 64, 128, 256)
 """Sizes of `experts_tile.cu`: rows of one expert that a block multiplies at once. For the last, packed ones lack registers."""
+SPREAD: Final = 1.5
+"""Standard deviations by which the rows of an expert seldom exceed their mean."""
 TILE_BYTES: Final = 200 << 10
 """Bytes of such a block, or of one of `experts_row.cu`, in flight. With half of them the blocks of two launches fit beside each
 other: that is slower, by a tenth for one row and by up to two fifths for more."""
@@ -258,9 +260,10 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False, in
 
 
 def _fitting(tokens: int, experts: int, chosen: int) -> int:
-    """Rows for which so many of one expert at once are enough: twice the rows of an even share are seldom exceeded, and what is
-    exceeded is read from the second cache."""
-    return max(tokens, tokens * experts // (2 * chosen))
+    """Rows for which so many of one expert at once are enough: where all experts are as likely, one in some fifteen has more, and
+    what it reads again comes from the second cache. A larger size would spend power on rows that are not there."""
+    root = (math.sqrt(SPREAD**2 + 4 * tokens) - SPREAD) / 2  # of m rows of an expert in the mean, where m + SPREAD * sqrt(m) == tokens
+    return max(tokens, int(root**2 * experts / chosen))
 
 
 def _plain(

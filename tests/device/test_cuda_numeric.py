@@ -875,6 +875,20 @@ def test_a_router_has_clusters_while_all_of_them_run_at_once(rows: int):
         assert (found["FEW"], found["CLUSTER"]) == (int(n <= 8), 8 if n <= 240 else 0)
 
 
+@pytest.mark.parametrize(("begun", "vector"), [((0, 0), 1), ((4, 0), 0), ((0, 2), 0)])
+def test_a_router_whose_numbers_begin_beside_vectors_takes_them_one_by_one(begun: tuple[int, int], vector: int):
+    """And counts them: all are there by themselves only as vectors."""
+    device: Any = Recorder(dtype="bf16")
+    half = half_of(device)
+    project = half[0][1]
+    for buffer, offset in zip((project.weight.buffer, project.x), begun, strict=True):
+        buffer.pointer += offset
+    called = bound(device, *half)(8)
+    (defines,) = (defines for source, _, defines in called if source == "route.cu")
+    assert (defines["VECTOR"], defines["WHOLE"]) == (vector, vector)
+    assert called[0][2]["FETCHES"] == int(begun[0] == 0), "the copy engine wants 16 bytes"
+
+
 @pytest.mark.parametrize("rows", [16, 512])
 def test_the_launches_of_shared_experts_do_not_write_over_lists(rows: int):
     """They have the place of the terms, which nobody has written then, and no memory of their own where that is enough."""

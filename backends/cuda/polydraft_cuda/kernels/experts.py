@@ -262,7 +262,7 @@ def sizes(device: CudaDevice, a: Any, workspace: Any, *, early: bool = False, in
 def _fitting(tokens: int, experts: int, chosen: int) -> int:
     """Rows for which so many of one expert at once are enough: where all experts are as likely, one in some fifteen has more, and
     what it reads again comes from the second cache. A larger size would spend power on rows that are not there."""
-    root = (math.sqrt(SPREAD**2 + 4 * tokens) - SPREAD) / 2  # of m rows of an expert in the mean, where m + SPREAD * sqrt(m) == tokens
+    root = (math.sqrt(SPREAD**2 + 4 * tokens) - SPREAD) / 2  # of the mean m with m + SPREAD * sqrt(m) == tokens
     return max(tokens, int(root**2 * experts / chosen))
 
 

@@ -7,9 +7,9 @@
 // rows each; where there are more of them, the block of those of its rows that ends last chooses.
 //
 // Defines: ACT (1, 2), CHOOSES, CLUSTER (blocks of a cluster, 0: none), FEW (there are 8 rows at most), VECTOR (I is a multiple of 4, and
-// rows begin at vectors), KEPT (times 16 inputs a warp), WHOLE (which are all there are), EARLY (x was made two launches back: what is in
-// front is waited for in the end, for whoever follows), and for the choice EACH (experts a lane) and UNIFORM (they are drawn, for
-// benchmarks). `route_experts` alone wants these two.
+// rows begin at vectors), KEPT (times 16 inputs a warp), WHOLE (which are all there are; only with VECTOR), EARLY (x was made two launches
+// back: what is in front is waited for in the end, for whoever follows), and for the choice EACH (experts a lane) and UNIFORM (they are
+// drawn, for benchmarks). `route_experts` alone wants these two.
 #include "tensor.cuh"
 #include "boxes.cuh"
 

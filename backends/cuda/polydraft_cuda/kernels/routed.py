@@ -68,7 +68,8 @@ def routed_experts(device: CudaDevice, args: Any, limits: Limits, workspace: Any
     project, choice, shared, a, add, norm = _records(args)
     early, last = bool(shared), experts.sum_and_add(device, a, add, norm, workspace)
     route, sizes = routing.router(device, project, choice, early=early), experts.sizes(device, a, workspace, early=early)
-    fetched = project.weight if project.weight.nbytes % 128 == 0 else None
+    lines = project.weight.nbytes % 128 == project.weight.pointer % 16 == 0
+    fetched = project.weight if lines else None
     begun, rest = _shared(device, shared, a, limits, workspace, fetched) if shared else (sequence(), sequence())
 
     def launch(stream: Stream, n: int) -> None:

@@ -58,13 +58,14 @@ def router(device: CudaDevice, a: Any, choice: Any = None, *, early: bool = Fals
     cluster = blocks if choice is not None and 1 < blocks <= MOST_CLUSTER else 0
     rows = int(a.x.shape[0])
     clustered = MOST_CLUSTERED // blocks * ROUTER_ROWS if cluster else rows
+    vector = inputs % 4 == 0 and a.x.pointer % 8 == 0 and a.weight.pointer % 16 == 0
 
     def of(few: int, cluster: int) -> Launch:
         function = device.function(
-            source("route.cu"), "router", KEPT=min(times, MOST_KEPT), FEW=few, EARLY=int(early),
-            WHOLE=int(inputs % turn == 0 and times <= MOST_KEPT), CHOOSES=int(choice is not None), EACH=-(-outputs // 32),
-            CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
-            VECTOR=int(inputs % 4 == 0 and a.x.pointer % 8 == 0 and a.weight.pointer % 16 == 0), **act(a.x.dtype),
+            source("route.cu"), "router", KEPT=min(times, MOST_KEPT), FEW=few, EARLY=int(early), VECTOR=int(vector),
+            WHOLE=int(vector and inputs % turn == 0 and times <= MOST_KEPT), CHOOSES=int(choice is not None),
+            EACH=-(-outputs // 32), CLUSTER=cluster, UNIFORM=int(choice is not None and device.uniform_routing),
+            **act(a.x.dtype),
         )  # fmt: skip
         return function.bind(
             lambda n: (blocks, -(-n // ROUTER_ROWS), 1), ROUTER_WARPS * 32, a.x, a.weight, a.out, ROWS,

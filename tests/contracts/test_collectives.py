@@ -3,12 +3,14 @@ wrong in silence. The kit's own checks of them run around every backend that has
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from polydraft.conformance.adequacy import audit
-from polydraft.conformance.collective_checks import checks, together
+from polydraft.conformance.collective_checks import Ranks, checks, together
 from polydraft.conformance.harness import run_golden
 from polydraft.conformance.rank_jobs import terms
 from polydraft.conformance.rank_processes import Meeting, Other, processes_of
@@ -281,6 +283,18 @@ def test_the_first_failure_stays_said_and_a_closed_engine_keeps_nobody():
     waiting.join(10)
     assert not waiting.is_alive()
     assert first.failure == CLOSED
+
+
+def test_no_garbage_is_collected_while_ranks_meet():
+    """To free memory of a device waits for what runs there, which may wait for the rank whose thread collects."""
+    gone, garbage = list[int](), Exchange.of_threads(1, 8)
+    garbage.append(garbage)  # type: ignore[arg-type]
+    weakref.finalize(garbage[0], gone.append, 1)
+    del garbage
+    with Ranks(Target("reference")):
+        assert gone == [1]
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,6 +7,7 @@ do not come at all.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -51,17 +52,23 @@ def _check(name: str, run: Callable[[Target, Tally], None], *needs: str) -> Chec
 
 
 class Ranks:
-    """As many ranks as are wanted, which do the same jobs; use it in `with`."""
+    """As many ranks as are wanted, which do the same jobs; use it in `with`. Garbage is collected before and not meanwhile: where
+    ranks share a device, to free memory waits for launches that wait for the rank whose thread would collect."""
 
     def __init__(self, target: Target, patience_s: float = PATIENCE_S) -> None:
         self._target, self._patience_s, self._opened = target, patience_s, list[Opened]()
 
     def __enter__(self) -> Ranks:  # noqa: PYI034  typing.Self needs Python 3.11
+        self._collects = gc.isenabled()
+        gc.collect()
+        gc.disable()
         return self
 
     def __exit__(self, *exc: object) -> None:
         for one in self._opened:
             one.device.close()
+        if self._collects:
+            gc.enable()
 
     def run(self, size: int, job: str, **values: Any) -> list[Found | Exception]:
         """What a job of `JOBS` leaves each rank with, or raises there."""

@@ -38,6 +38,8 @@ A line of --prompts is {{"prompt": "text"}} or {{"prompt_ids": [1, 2]}}, and may
 parameter by its name, such as "max_new_tokens", "temperature", "seed", "stop", "logit_bias": {{"17": -2}} or
 "bad_words": ["eval", [17, 4]].
 """
+MAX_NUM_SEQS = 8
+"""Texts decoded together, unless it is said; an engine for fewer is built sooner."""
 SAMPLING = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "bad_words", "min_tokens", "stop", "ignore_eos", "logprobs", "prompt_logprobs",
@@ -49,7 +51,7 @@ SAMPLING = (
 @click.command("generate", epilog=EXAMPLES)
 @click.argument("prompt", required=False)
 @click.option("--prompts", metavar="FILE.jsonl", help="Read prompts, one JSON object a line; - is standard input.")
-@engine_options(max_num_seqs=8)
+@engine_options(max_num_seqs=f"{MAX_NUM_SEQS}, or one a prompt where there are fewer")
 @click.option("--max-new-tokens", type=int, metavar="N", help="Most tokens to generate for a prompt.  [default: 128]")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
 @click.option("--top-p", type=float, metavar="P", help="Sample from this probability mass.  [default: 1]")
@@ -117,6 +119,8 @@ def command(
     jobs = _jobs(prompt, prompts, sampling)
     if not as_json:
         _check_shown(jobs, provenance=provenance)
+    if "graph_sizes" not in given:
+        given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, len(jobs)))
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
     check_distinct({"--replay-drafts": decided, "--record-drafts": decisions})

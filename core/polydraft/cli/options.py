@@ -106,9 +106,9 @@ def listed(number: Callable[[str], Number], what: str) -> Callable[[str | tuple[
     return numbers
 
 
-def engine(*, max_num_seqs: int) -> Callable[[Command], Command]:
+def engine(*, max_num_seqs: int | str) -> Callable[[Command], Command]:
     """Give a command the options that configure an engine, as arguments named in `ENGINE`, None or () where they are not given.
-    `max_num_seqs`: the default of the command."""
+    `max_num_seqs`: the default of the command, or what to say of it."""
     auto: Any = {"type": whole_or_auto}
     flag: Any = {"is_flag": True, "default": None}
     sizes: Any = {"type": listed(int, "sizes, such as 1,2,4"), "metavar": "N,..."}

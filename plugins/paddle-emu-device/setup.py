@@ -12,7 +12,7 @@ setup(
     ext_modules=[
         device_library(
             "polyemu",
-            [f"src/{name}.cc" for name in ("runtime", "kernels", "offer", "collectives")],
+            [f"src/{name}.cc" for name in ("kernels_of_floats", "kernels_of_others", "runtime", "offer", "collectives")],
             depends=[str(header) for header in sorted(Path("src").glob("*.h"))],
         )
     ],

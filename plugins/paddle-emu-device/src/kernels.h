@@ -4,6 +4,10 @@
 // and where they run: the caller returns at once, inputs and outputs lie in device memory, and a capture records the work.
 // An operation that is not in the list has no kernel on this device: Paddle falls back to the CPU, or refuses if it is told to.
 // What Paddle's CPU has no kernel of in 16 bits is computed in float32 and rounded once (half.h).
+//
+// It is nearly all templates, two hundred operations for each data type, and compiled in two files at once, each for some types.
+
+#pragma once
 
 #include <memory>
 #include <string>
@@ -191,61 +195,26 @@ void register_one(phi::DataType dtype) {
                                  reinterpret_cast<void*>(&Device::launch));
 }
 
-template <typename Operation>
+template <typename Operation, typename... Elements>
 void register_operation() {
-  register_one<Operation, float>(phi::DataType::FLOAT32);
-  register_one<Operation, phi::bfloat16>(phi::DataType::BFLOAT16);
-  register_one<Operation, phi::float16>(phi::DataType::FLOAT16);
-  register_one<Operation, double>(phi::DataType::FLOAT64);
-  register_one<Operation, int32_t>(phi::DataType::INT32);
-  register_one<Operation, int64_t>(phi::DataType::INT64);
-  register_one<Operation, bool>(phi::DataType::BOOL);
-  register_one<Operation, uint8_t>(phi::DataType::UINT8);
+  (register_one<Operation, Elements>(phi::CppTypeToDataType<Elements>::Type()), ...);
 }
 
-template <typename... Operations>
+template <typename... Elements, typename... Operations>
 void register_all(std::tuple<Operations...>*) {
-  (register_operation<Operations>(), ...);
+  (register_operation<Operations, Elements...>(), ...);
 }
 
-#if PADDLE_DEVICE_GRAPHS
-// As on a chip attention gives nothing but what it is asked for: its other outputs get no memory.
-template <typename Element>
-void launch_attention(const CustomContext& context, const DenseTensor& q, const DenseTensor& k, const DenseTensor& v,
-                      const MaybeTensor& seed, const MaybeTensor& mask, float dropout, bool causal, bool return_softmax, bool is_test,
-                      const std::string& generator, DenseTensor* out, DenseTensor*, DenseTensor*, DenseTensor*) {
-  DeviceKernel<operation_flash_attn, Element, operation_flash_attn::Signature>::launch(
-      context, q, k, v, seed, mask, dropout, causal, return_softmax, is_test, generator, out, nullptr, nullptr, nullptr);
+// Those that the CPU has a kernel of, for these data types.
+template <typename... Elements>
+void register_elements() {
+  register_all<Elements...>(static_cast<paddle_device::AllOperations*>(nullptr));
+  register_all<Elements...>(static_cast<FurtherOperations*>(nullptr));
+  register_all<Elements...>(static_cast<FusedOperations*>(nullptr));
 }
-
-// An operation that the CPU has no kernel of (chip_operations.h): `compute`, for float32.
-template <typename Operation, typename Element>
-void register_chip_one(phi::DataType dtype) {
-  using Signature = typename Operation::Signature;
-  using Device = DeviceKernel<Operation, Element, Signature>;
-  Device::on_cpu = &Operation::compute;
-  Device::in_float = is_half<Element>;
-  auto* launch = reinterpret_cast<void*>(&Device::launch);
-  if constexpr (std::is_same_v<Operation, operation_flash_attn>) launch = reinterpret_cast<void*>(&launch_attention<Element>);
-  paddle_device::register_new_kernel<Signature>(PADDLE_DEVICE_TYPE, Operation::name, dtype, launch);
-}
-
-template <typename... Operations>
-void register_chip(std::tuple<Operations...>*) {
-  (register_chip_one<Operations, float>(phi::DataType::FLOAT32), ...);
-  (register_chip_one<Operations, phi::bfloat16>(phi::DataType::BFLOAT16), ...);
-  (register_chip_one<Operations, phi::float16>(phi::DataType::FLOAT16), ...);
-}
-#endif
 
 }  // namespace
-}  // namespace polyemu
 
-void paddle_device::register_kernels() {
-  polyemu::register_all(static_cast<AllOperations*>(nullptr));
-  polyemu::register_all(static_cast<polyemu::FurtherOperations*>(nullptr));
-  polyemu::register_all(static_cast<polyemu::FusedOperations*>(nullptr));
-#if PADDLE_DEVICE_GRAPHS
-  polyemu::register_chip(static_cast<polyemu::ChipOperations*>(nullptr));
-#endif
-}
+void register_floats();  // kernels_of_floats.cc
+
+}  // namespace polyemu

@@ -10,11 +10,14 @@ import importlib.metadata
 import os
 import signal
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from polydraft import engine
+from polydraft.host import rehearsal
 from tests.support import depth, progress
 
 THINNED = ("tests/step/", "tests/parity/", "plugins/examples/", "tests/serving/", "tests/conformance/", "tests/paddle/")
@@ -66,6 +69,15 @@ def what_lives_on_is_looked_at_once() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def rehearsals_are_short() -> Iterator[None]:
+    """An engine that is not told how many drafts to make times its steps for up to a second and a half, which was a twentieth of
+    the run; texts do not depend on it. Tests of the times themselves rehearse on their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "Rehearsal", partial(rehearsal.Rehearsal, most_s=0.1))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -50,7 +50,8 @@ class BuildDevice(build_ext):
 
         def at_once(sources, **options):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return [made for each in pool.map(lambda source: one_after_the_other([source], **options), sources) for made in each]
+                found = list(pool.map(lambda source: one_after_the_other([source], **options), sources))
+            return [made for each in found for made in each]
 
         self.compiler.compile = at_once
         super().build_extension(ext)

@@ -76,7 +76,7 @@ format: $(DEV)  ## apply the fixes and the formatting that `make check` asks for
 
 clean:  ## remove .venv, build products and caches
 	rm -rf $(VENV) .venv-paddle-oldest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
-	rm -f backends/cpu/polydraft_cpu/_kernels.so backends/cpu/polydraft_cpu/_build_failure.txt
+	rm -f backends/cpu/polydraft_cpu/_kernels.* backends/cpu/polydraft_cpu/_build_failure.txt
 	find core backends plugins tests \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(CORE): $(SOURCE) | $(BIN)/python
@@ -93,11 +93,11 @@ folder.mkdir(exist_ok=True)
 endef
 export REGISTER_OPENCL
 
-# At once where there is Paddle, since each installation compiles the kernels of the CPU backend.
+# At once where there is Paddle, since each installation takes long.
 $(TEST): $(SOURCE) $(EMULATED) | $(BIN)/python
 	@echo "installing polydraft with its test extra into $(VENV); PyTorch is a large download" >&2
-	@$(INSTALL) --editable '.[test,paddle]' 'setuptools>=77' wheel 2>/dev/null || $(INSTALL) --editable '.[test]'
-	@$(INSTALL) --no-deps --editable plugins/emulator
+	@$(INSTALL) --editable '.[test,paddle]' 'setuptools>=77' wheel 2>/dev/null || $(INSTALL) --editable '.[test]' 'setuptools>=77'
+	@$(INSTALL) --no-deps --no-build-isolation --editable plugins/emulator
 	@$(INSTALL) pyopencl intel-opencl-rt intel-cmplr-lib-rt >/dev/null 2>&1 && $(BIN)/python -c "$$REGISTER_OPENCL" \
 	    || echo "OpenCL on the CPU (wheels for x86-64 alone) could not be installed; tests of its backend will be skipped" >&2
 	@$(INSTALL) --no-deps --no-build-isolation plugins/paddle-emu-device >/dev/null 2>&1 \

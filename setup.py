@@ -1,10 +1,13 @@
 """Builds the CPU backend's shared library with whatever C++ compiler there is; everything else is in pyproject.toml.
 
 The library is no extension module: it needs no header of Python, and one build serves every Python version. Where it cannot
-be built, installation goes on without it, and the backend says why it is not available.
+be built, installation goes on without it, and the backend says why it is not available. What an earlier editable installation has
+built of the same sources in the same way is taken again.
 """
 
+import hashlib
 import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +18,8 @@ from setuptools.command.build_ext import build_ext
 PACKAGE = Path("backends/cpu/polydraft_cpu")
 SOURCES = sorted(path.as_posix() for path in (PACKAGE / "src").glob("*.cpp"))
 HEADERS = sorted(path.as_posix() for pattern in ("*.h", "*.inc") for path in (PACKAGE / "src").glob(pattern))
-LIBRARY, NOTE = "_kernels.so", "_build_failure.txt"
+LIBRARY, NOTE, MADE_OF = "_kernels.so", "_build_failure.txt", "_kernels.made_of"
+"""The last is a digest of all that the library in the source tree follows from."""
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
 
 
@@ -36,6 +40,10 @@ class BuildKernels(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         note = library.with_name(NOTE)
         note.unlink(missing_ok=True)
+        if self.is_made():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(PACKAGE / LIBRARY), str(library))
+            return
         one_after_the_other = self.compiler.compile
 
         def at_once(sources, **options):
@@ -53,16 +61,31 @@ class BuildKernels(build_ext):
             note.write_text(f"the build failed with {' '.join(str(error).split())[:200]!r}", encoding="utf-8")
             self.warn(f"the kernels of the cpu backend were not built: {error}")
 
+    def made_of(self):
+        """Digest of the sources, and of how they are compiled."""
+        names = "compiler_so", "compiler_so_cxx", "linker_so", "linker_so_cxx"
+        commands = [getattr(self.compiler, name, None) for name in names]
+        parts = [repr((commands, FLAGS, platform.machine())).encode(), *(Path(name).read_bytes() for name in SOURCES + HEADERS)]
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+    def is_made(self):
+        """Whether the library in the source tree is what a build would make."""
+        made_of = PACKAGE / MADE_OF
+        return (PACKAGE / LIBRARY).is_file() and made_of.is_file() and made_of.read_text(encoding="utf-8") == self.made_of()
+
     def copy_extensions_to_source(self):
         """For an editable installation: the library or the note, whichever there is."""
         build_py = self.get_finalized_command("build_py")
         for ext in self.extensions:
             package = Path(build_py.get_package_dir(".".join(ext.name.split(".")[:-1])))
+            (package / MADE_OF).unlink(missing_ok=True)
             for name in (LIBRARY, NOTE):
                 (package / name).unlink(missing_ok=True)
                 built = Path(self.build_lib, *ext.name.split(".")[:-1], name)
                 if built.is_file():
                     self.copy_file(str(built), str(package / name))
+            if (package / LIBRARY).is_file():
+                (package / MADE_OF).write_text(self.made_of(), encoding="utf-8")
 
     def get_outputs(self):
         """What was really made."""

@@ -7,7 +7,8 @@ built of the same sources in the same way is taken again.
 
 import hashlib
 import os
-import platform
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +20,7 @@ PACKAGE = Path("backends/cpu/polydraft_cpu")
 SOURCES = sorted(path.as_posix() for path in (PACKAGE / "src").glob("*.cpp"))
 HEADERS = sorted(path.as_posix() for pattern in ("*.h", "*.inc") for path in (PACKAGE / "src").glob(pattern))
 LIBRARY, NOTE, MADE_OF = "_kernels.so", "_build_failure.txt", "_kernels.made_of"
-"""The last is a digest of all that the library in the source tree follows from."""
+"""The last, beside a library in the source tree, is a digest of what that was made of."""
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
 
 
@@ -35,15 +36,21 @@ class BuildKernels(build_ext):
         del ext
         return []
 
+    def run(self):
+        """Build; what goes into the source tree is taken from there where it is made already, and else made anew."""
+        self.into_source = bool(self.inplace)
+        super().run()
+
     def build_extension(self, ext):
         """Compile; a failure becomes a note beside the place of the library."""
         library = Path(self.get_ext_fullpath(ext.name))
         note = library.with_name(NOTE)
         note.unlink(missing_ok=True)
-        if self.is_made():
+        if self.into_source and self.is_made():
             library.parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(PACKAGE / LIBRARY), str(library))
+            shutil.copyfile(PACKAGE / LIBRARY, library)
             return
+        self.force = self.force or self.into_source
         one_after_the_other = self.compiler.compile
 
         def at_once(sources, **options):
@@ -62,10 +69,17 @@ class BuildKernels(build_ext):
             self.warn(f"the kernels of the cpu backend were not built: {error}")
 
     def made_of(self):
-        """Digest of the sources, and of how they are compiled."""
+        """Digest of the sources, and of how and by what they are compiled."""
         names = "compiler_so", "compiler_so_cxx", "linker_so", "linker_so_cxx"
         commands = [getattr(self.compiler, name, None) for name in names]
-        parts = [repr((commands, FLAGS, platform.machine())).encode(), *(Path(name).read_bytes() for name in SOURCES + HEADERS)]
+        parts = [repr((commands, self.plat_name)).encode(), Path(__file__).read_bytes()]
+        parts += [Path(name).read_bytes() for name in SOURCES + HEADERS]
+        for command in filter(None, commands):
+            try:
+                told = subprocess.run([command[0], "--version"], capture_output=True, check=False)  # noqa: S603  it compiles
+                parts.append(told.stdout)
+            except OSError:
+                parts.append(b"")
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
     def is_made(self):

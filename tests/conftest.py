@@ -1,8 +1,8 @@
 """Settings for every test: the same examples in every run, and nothing of the caller's environment.
 
-It has the hypothesis profiles, clears the environment, and sets how interrupts arrive and what the garbage collector leaves
-alone; it passes the session to `tests.support.progress`, and has tests of whole steps thinned. pytest loads it; markers and
-warnings are strict by pyproject.toml. No test is skipped here.
+It has the hypothesis profiles, clears the environment, and sets how interrupts arrive, what the garbage collector leaves alone
+and how long engines rehearse; it passes the session to `tests.support.progress`, and has tests of whole steps thinned. pytest
+loads it; markers and warnings are strict by pyproject.toml. No test is skipped here.
 """
 
 import gc

@@ -45,7 +45,8 @@ class BuildDevice(build_ext):
             note.write_text(f"{version}\n", encoding="utf-8")
 
     def build_extension(self, ext):
-        """Each source in a process of its own, as many as there are processors at a time: Paddle's headers take long."""
+        """Each source in a process of its own, as many as there are processors at a time: Paddle's headers take long. (As the
+        repository's setup.py does, which a device that is built by itself cannot import.)"""
         one_after_the_other = self.compiler.compile
 
         def at_once(sources, **options):

@@ -36,33 +36,37 @@ def test_without_a_compiler_the_build_goes_on_and_leaves_a_note(tmp_path: Path, 
 def test_an_editable_installation_takes_what_the_last_one_has_built_of_the_same(tmp_path: Path):
     pytest.importorskip("setuptools", reason="setuptools is not installed here; the build of the wheel brings its own")
     project = copy_project(tmp_path / "source")
-    package, calls = project / "backends/cpu" / FOLDER, tmp_path / "calls"
+    package, calls, version = project / "backends/cpu" / FOLDER, tmp_path / "calls", tmp_path / "version"
     compiler = tmp_path / "compiler"  # makes what it is asked for, and counts
     compiler.write_text(
-        f"#!{sys.executable}\nimport pathlib, sys\n"
-        "pathlib.Path(sys.argv[sys.argv.index('-o') + 1]).write_text('made')\n"
-        f"with open({str(calls)!r}, 'a') as file: file.write('x')\n",
+        f'#!/bin/sh\n[ "$1" = --version ] && exec cat {version}\nprintf x >> {calls}\n'
+        'while [ "$1" != -o ]; do shift; done\nprintf made > "$2"\n',
         encoding="utf-8",
     )
     compiler.chmod(0o755)
+    version.write_text("1", encoding="utf-8")
 
-    def built(**changes: str) -> int:
-        """Calls of the compiler."""
+    def built(*options: str, base: Path | None = None, **changes: str) -> int:
+        """Calls of the compiler. `base`: where it builds, a folder of its own if None, as pip has it."""
         calls.write_text("", encoding="utf-8")
+        base = base or Path(tempfile.mkdtemp(dir=tmp_path))
         environment = {**os.environ, "CC": str(compiler), "CXX": str(compiler), **changes}
-        base = Path(tempfile.mkdtemp(dir=tmp_path))  # as pip has it
-        folders = "--build-lib", str(base), "--build-temp", str(base)
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", *folders]
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(base), "--build-temp", str(base), *options]
         done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert (package / library.PATH.name).read_text(encoding="utf-8") == "made"
         return len(calls.read_text(encoding="utf-8"))
 
-    sources = len(list((package / "src").glob("*.cpp")))
-    assert (built(), built()) == (sources + 1, 0)
-    (package / library.PATH.name).unlink()
-    assert (built(), built()) == (sources + 1, 0)
-    header = next((package / "src").glob("*.h"))
-    header.write_text(f"{header.read_text(encoding='utf-8')}// changed\n", encoding="utf-8")
-    assert (built(), built()) == (sources + 1, 0)
-    assert (built(CFLAGS="-O1"), built(CFLAGS="-O1"), built()) == (sources + 1, 0, sources + 1)
+    def changes(file: Path) -> None:
+        file.write_text(f"{file.read_text(encoding='utf-8')}\n", encoding="utf-8")
+
+    everything = len(list((package / "src").glob("*.cpp"))) + 1
+    made = package / library.PATH.name
+    assert (built("--inplace"), built("--inplace"), made.read_text(encoding="utf-8")) == (everything, 0, "made")
+    assert built() == everything, "a wheel is made of sources alone"
+    for one in (next((package / "src").glob("*.h")), project / "setup.py", version):
+        changes(one)
+        assert built("--inplace") == everything, one
+    made.unlink()
+    assert built("--inplace", base=tmp_path / "kept") == everything
+    assert built("--inplace", base=tmp_path / "kept", CFLAGS="-O1") == everything
+    assert built("--inplace", CFLAGS="-O1") == 0

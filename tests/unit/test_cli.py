@@ -383,6 +383,21 @@ def test_drafts_of_steps_and_graphs_are_told(generate: Callable[..., Result]):
 
 
 # -- generate: prompts ---------------------------------------------------------------------------------
+TWO_GRAPHS = ("--device", "queued", "--graph", "decode", "--graph-sizes", "1,2")
+
+
+@pytest.mark.parametrize(("prompts", "options", "slots"), [
+    (1, (), 1), (3, (), 3), (9, (), 8), (1, ("--max-num-seqs", "2"), 2), (1, TWO_GRAPHS, 2), (3, TWO_GRAPHS, 3),
+])  # fmt: skip
+def test_there_are_as_many_slots_as_prompts_up_to_eight(
+    prompts: int, options: tuple[str, ...], slots: int, generate: Callable[..., Result], lines: Callable[..., str]
+):
+    file = lines(*({"prompt": PROMPT, "max_new_tokens": 1} for _ in range(prompts)))
+    answer = generate("--prompts", file, "--draft-tokens", "2", *options, "--json").json
+    assert answer["config"]["max_num_seqs"] == slots
+    assert len(answer["requests"]) == prompts
+
+
 def test_lines_override_options_and_keep_their_order(generate: Callable[..., Result], lines: Callable[..., str]):
     file = lines(
         {"prompt": PROMPT},

@@ -119,8 +119,8 @@ def command(
     jobs = _jobs(prompt, prompts, sampling)
     if not as_json:
         _check_shown(jobs, provenance=provenance)
-    if "graph_sizes" not in given:
-        given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, len(jobs)))
+    fewest = max([len(jobs), *given.get("graph_sizes", ())])  # what is to be captured has to fit
+    given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, fewest))
     given |= _most_logprobs(jobs)
     given |= {"constraints": True} if any(job.params.constrained for job in jobs) else {}
     check_distinct({"--replay-drafts": decided, "--record-drafts": decisions})

@@ -65,10 +65,12 @@ class Ranks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for one in self._opened:
-            one.device.close()
-        if self._collects:
-            gc.enable()
+        try:
+            for one in self._opened:
+                one.device.close()
+        finally:
+            if self._collects:
+                gc.enable()
 
     def run(self, size: int, job: str, **values: Any) -> list[Found | Exception]:
         """What a job of `JOBS` leaves each rank with, or raises there."""

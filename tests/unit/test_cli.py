@@ -318,7 +318,7 @@ def test_logprobs_and_provenance_in_json(generate: Callable[..., Result], lines:
     answer = generate("--prompts", file, "--json", "--provenance").json
     assert (answer["config"]["logprobs"], answer["config"]["logprobs_mode"]) == (3, "raw_logprobs")
     several, of_prompt, plain = answer["requests"]
-    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", logprobs=3)
+    llm = LLM(model=str(tiny.checkpoint(MODEL)), backend="reference", draft_tokens=3, logprobs=3)
     (output,) = llm.generate([PROMPT], params(logprobs=3))
     for told, record in zip(several["logprobs"], output.tokens, strict=True):
         assert told["token_id"] == record.token_id
